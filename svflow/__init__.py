@@ -1,0 +1,15 @@
+"""svflow: a transformer as a dynamical system."""
+
+from svflow import geometry as geometry
+from svflow.flow import Context as Context
+from svflow.flow import Flow as Flow
+from svflow.models.config import TransformerConfig as TransformerConfig
+from svflow.models.loading import load as load
+from svflow.models.loading import save as save
+from svflow.models.tokenizer import Tokenizer as Tokenizer
+from svflow.models.tokenizer import load_tokenizer as load_tokenizer
+from svflow.models.transformer import Transformer as Transformer
+from svflow.simulate import Trajectory as Trajectory
+from svflow.simulate import simulate as simulate
+from svflow.solvers import LieTrotter as LieTrotter
+from svflow.solvers import Strang as Strang

@@ -1,0 +1,87 @@
+"""Multi-head attention as functions of arrays.
+
+Axes: `tokens` (queries), `keys` (the tokens attended to), `heads`, `groups` (key/value heads; each
+serves heads/groups query heads), `head` (the width of one head), `pairs` (rotated planes).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from svflow.dtypes import at_least_float32
+
+
+def allowed_keys(
+    tokens: int,
+    *,
+    causal: bool,
+    window: Int[Array, ""] | None = None,
+    mask: Bool[Array, " tokens"] | None = None,
+) -> Bool[Array, "tokens keys"]:
+    """Which keys each query may attend to.
+
+    `causal`: keys up to the query. `window`: only the last `window` keys, the query's own
+    included; a window of 0 is no window. `mask`: real tokens; a padded token is seen by none but
+    itself, so every row has a key and softmax stays finite.
+    """
+    query, key = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None, :]
+    allowed = key <= query if causal else jnp.ones((tokens, tokens), bool)
+    if window is not None:
+        near = (query - key < window) if causal else (jnp.abs(query - key) < window)
+        allowed = allowed & (near | (window == 0))
+    if mask is not None:
+        allowed = (allowed & mask[None, :]) | (query == key)
+    return allowed
+
+
+def attention_weights(
+    query: Float[Array, "tokens heads head"],
+    key: Float[Array, "keys groups head"],
+    allowed: Bool[Array, "tokens keys"],
+    *,
+    scale: Float[Array, ""],
+    softcap: float | None = None,
+) -> Float[Array, "groups shared tokens keys"]:
+    """softmax_j( cap(scale q_i . k_j) ) over the allowed keys, cap(s) = softcap tanh(s / softcap).
+
+    Query head h reads key group h // (heads / groups); the result's axes are (groups, heads per
+    group). The softmax is taken in float32 at least.
+    """
+    tokens, heads, head = query.shape
+    groups = key.shape[1]
+    query = (query * scale).reshape(tokens, groups, heads // groups, head)
+    scores = jnp.einsum("tgrk,sgk->grts", query, key)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    wide = scores.astype(at_least_float32(scores.dtype))
+    wide = jnp.where(allowed, wide, jnp.finfo(wide.dtype).min)
+    return jax.nn.softmax(wide, axis=-1).astype(scores.dtype)
+
+
+def mix_values(
+    weights: Float[Array, "groups shared tokens keys"],
+    value: Float[Array, "keys groups head"],
+) -> Float[Array, "tokens heads head"]:
+    """sum_j a_ij v_j for every head."""
+    mixed = jnp.einsum("grts,sgk->tgrk", weights, value)
+    return mixed.reshape(mixed.shape[0], -1, mixed.shape[-1])
+
+
+def rotate(
+    x: Float[Array, "tokens heads head"],
+    angles: Float[Array, "tokens pairs"],
+    amplitude: Float[Array, ""] | float = 1.0,
+) -> Float[Array, "tokens heads head"]:
+    """Rotary position embedding: plane (k, k + pairs) of each head turned by angles[:, k].
+
+    Only the first 2 * pairs coordinates turn; `amplitude` scales the turned coordinates (the
+    attention factor of YaRN and LongRoPE).
+    Source: Su et al., "RoFormer", 2021; the split-half layout of Hugging Face checkpoints.
+    """
+    pairs = angles.shape[-1]
+    cos = (jnp.cos(angles) * amplitude).astype(x.dtype)[:, None, :]
+    sin = (jnp.sin(angles) * amplitude).astype(x.dtype)[:, None, :]
+    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -1,0 +1,95 @@
+"""What a flow over depth is: the one interface that solvers, spectra and scores know.
+
+Axes: `tokens`, the sequence; `width`, the residual stream.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Context(NamedTuple):
+    """What a layer knows of its tokens besides their states.
+
+    Arguments:
+        positions: (tokens,) integer positions; None derives them from `mask`, and without a mask
+            they are 0, 1, ..., tokens - 1.
+        mask: (tokens,) booleans, True for a real token and False for padding; None: no padding.
+            A padded token is seen by no other token and sees only itself.
+    """
+
+    positions: Int[Array, " tokens"] | None = None
+    mask: Bool[Array, " tokens"] | None = None
+
+
+class Flow(nnx.Module):
+    r"""A dynamical system over depth, dx/dt = v(t, x) for t in [0, depth], tokens as rows of x.
+
+    Time is counted in layers. A subclass sets `depth` and `width` and defines `velocity`; that is
+    a whole flow, and its layer is the Euler step x + v(layer, x).
+
+    A flow whose layer is a composition says so with `splitting`: one entry per substep, each the
+    names of the branches that the substep adds to the stream. Then `field(k, t, x)` is the
+    displacement of substep k, the velocity is the sum of the fields, and the layer is their
+    Lie-Trotter composition
+
+        x <- retract(x + field(k, layer, x)),   k = 0, 1, ...
+
+    `branch(name, t, x)` is one raw update before any norm that follows the addition; it equals
+    the field wherever no such norm exists.
+
+    `retract` maps back to the manifold the flow lives on, and is the identity in R^d. It must be
+    the identity on the manifold and the fields must be tangent to it, or the order is lost.
+    """
+
+    depth: int
+    width: int
+
+    @property
+    def splitting(self) -> tuple[tuple[str, ...], ...]:
+        """The substeps of one layer, each the names of the branches that it adds."""
+        return (("velocity",),)
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        """Times inside (0, depth) at which the velocity may jump: where one layer ends."""
+        return tuple(float(layer) for layer in range(1, self.depth))
+
+    def velocity(
+        self, t, x: Float[Array, "tokens width"], context: Context | None = None
+    ) -> Float[Array, "tokens width"]:
+        """The continuous field v(t, x): the sum of the substeps' fields at the same state."""
+        if type(self).field is Flow.field:
+            raise TypeError(f"{type(self).__name__} defines neither `velocity` nor `field`")
+        fields = [self.field(k, t, x, context) for k in range(len(self.splitting))]
+        return sum(fields[1:], start=fields[0])
+
+    def field(
+        self, substep: int, t, x: Float[Array, "tokens width"], context: Context | None = None
+    ) -> Float[Array, "tokens width"]:
+        """The displacement of one substep of the splitting."""
+        return self.velocity(t, x, context)
+
+    def branch(
+        self, name: str, t, x: Float[Array, "tokens width"], context: Context | None = None
+    ) -> Float[Array, "tokens width"]:
+        """One named additive update of the stream, before any norm that follows the addition."""
+        for substep, names in enumerate(self.splitting):
+            if names == (name,):
+                return self.field(substep, t, x, context)
+        raise ValueError(f"no branch {name!r}; this flow has {self.splitting}")
+
+    def retract(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
+        """Back to the flow's manifold; the identity unless the flow lives on one."""
+        return x
+
+    def step(
+        self, layer, x: Float[Array, "tokens width"], context: Context | None = None
+    ) -> Float[Array, "tokens width"]:
+        """The discrete layer: the Lie-Trotter composition of the substeps at dt = 1."""
+        for k in range(len(self.splitting)):
+            x = self.retract(x + self.field(k, layer, x, context))
+        return x

@@ -1,0 +1,1 @@
+"""Transformers of all families: config, one forward pass, loading and saving."""

@@ -1,0 +1,200 @@
+"""The metadata of a GGUF file, and the Hugging Face config that it stands for.
+
+Facts are from llama.cpp (conversion/, src/models/, src/llama-model.cpp) and its `gguf` package.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
+
+
+class GgufFile(NamedTuple):
+    """The metadata and the tensor table of a GGUF file."""
+
+    path: Path
+    fields: dict[str, gguf.ReaderField]
+    tensors: list[gguf.ReaderTensor]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a metadata key, or the default. A float32 becomes the decimal it came from:
+        a file holds 9.99999997e-06 for 1e-05."""
+        if key not in self.fields:
+            return default
+        field = self.fields[key]
+        if field.types[-1] == gguf.GGUFValueType.FLOAT32:
+            value = field.contents()
+            if isinstance(value, list):
+                return [float(str(np.float32(item))) for item in value]
+            return float(str(np.float32(value)))
+        return field.contents()
+
+    def need(self, key: str) -> Any:
+        """The value of a metadata key that has to be there."""
+        if key not in self.fields:
+            raise ValueError(f"{self.path} has no metadata key {key}")
+        return self.get(key)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read a GGUF file's metadata and tensor table.
+
+    Raises:
+        ValueError: the file cannot be read as GGUF; it is named.
+    """
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise ValueError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+    return GgufFile(path, dict(reader.fields), reader.tensors)
+
+
+def hugging_face_config(
+    file: GgufFile, arch: str, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The Hugging Face config (transformers 5.24, `rope_parameters` layout) of a GGUF file."""
+    known = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}  # change no result
+
+    def get(key: str, default: Any = None) -> Any:
+        known.add(key)
+        full = f"{arch}.{key}"
+        value = file.need(full) if default is None else file.get(full, default)
+        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+            if len(set(value)) != 1:
+                raise ValueError(f"{file.path}: {full} differs between layers: {value}")
+            return value[0]
+        return value
+
+    layers, width, heads = get("block_count"), get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length", width // heads)
+    expected = {
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "attention.causal": True,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.yarn_ext_factor": 1.0,
+    }
+    for key, value in expected.items():
+        if get(key, value) != value:
+            raise ValueError(f"{file.path}: {arch}.{key} is {get(key)}; only {value} is handled")
+    if "model.embed_tokens.weight" not in shapes:
+        raise ValueError(f"{file.path} has no tensor token_embd.weight")
+
+    context = get("context_length")
+    rope = _rope_parameters(file, get, context, head_dim)
+    config = {
+        "architectures": [f"{_CLASSES[arch]}ForCausalLM"],
+        "model_type": "gemma3_text" if arch == "gemma3" else arch,
+        "dtype": "float32",
+        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "hidden_size": width,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "attention_dropout": 0.0,
+    }
+    for name in ("bos", "eos", "padding"):
+        key = f"{'pad' if name == 'padding' else name}_token_id"
+        config[key] = file.get(f"tokenizer.ggml.{name}_token_id")
+    if arch == "gemma3":
+        config |= _gemma3(file, get, layers, width, heads, head_dim, rope)
+    else:
+        config["hidden_act"] = "silu"
+    if arch == "llama":
+        config["attention_bias"] = any(n.endswith("_proj.bias") and "attn" in n for n in shapes)
+        config["mlp_bias"] = any(n.endswith("_proj.bias") and "mlp" in n for n in shapes)
+    elif arch == "qwen3":
+        config["attention_bias"] = False
+    if arch.startswith("qwen"):
+        config |= {"sliding_window": None, "use_sliding_window": False}
+    for key in file.fields:
+        if key.startswith(f"{arch}.") and key.removeprefix(f"{arch}.") not in known:
+            raise ValueError(f"{file.path}: the metadata key {key} is not handled")
+    return config
+
+
+def _rope_parameters(file: GgufFile, get: Any, context: int, head_dim: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}
+    factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0)
+    kind = get("rope.scaling.type", "linear")  # llama.cpp takes a factor without a type as linear
+    original = get("rope.scaling.original_context_length", context)
+    fast, slow = get("rope.scaling.yarn_beta_fast", 32.0), get("rope.scaling.yarn_beta_slow", 1.0)
+    attention_factor = get("rope.scaling.yarn_attn_factor", 0.0)
+    if kind == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": fast,
+            "beta_slow": slow,
+        }
+        if attention_factor:
+            rope["attention_factor"] = attention_factor
+    elif kind == "linear" and factor not in (0.0, 1.0):
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind not in ("linear", "none"):
+        raise ValueError(f"{file.path}: the rope scaling type {kind!r} is not handled")
+
+    # llama 3 files hold its scaling as the numbers by which the inverse frequencies are divided
+    for tensor in file.tensors:
+        if tensor.name == "rope_freqs.weight":
+            factors = np.asarray(tensor.data).tolist()
+            if rope["rope_type"] != "default" or len(factors) != head_dim // 2:
+                raise ValueError(
+                    f"{file.path}: rope_freqs.weight has {len(factors)} factors for "
+                    f"{head_dim // 2} frequencies, with {rope['rope_type']!r} scaling"
+                )
+            rope |= {
+                "rope_type": "longrope",
+                "short_factor": factors,
+                "long_factor": factors,
+                "factor": 1.0,
+                "attention_factor": 1.0,
+                "original_max_position_embeddings": context,
+            }
+    return rope
+
+
+def _gemma3(
+    file: GgufFile,
+    get: Any,
+    layers: int,
+    width: int,
+    heads: int,
+    head_dim: int,
+    rope: dict[str, Any],
+) -> dict[str, Any]:
+    window = get("attention.sliding_window", 0)
+    pattern = get("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, list):
+        sliding = [bool(one) for one in pattern]
+    else:  # the last of every `pattern` layers is full; 0: none is
+        sliding = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+    if len(sliding) != layers:
+        raise ValueError(f"{file.path}: the window pattern has {len(sliding)} of {layers} layers")
+    local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        # llama.cpp tells the 27B model, which scales by width / heads, by its 62 layers
+        "query_pre_attn_scalar": width // heads if layers == 62 else head_dim,
+        "sliding_window": window or None,
+        "layer_types": [
+            "sliding_attention" if window and one else "full_attention" for one in sliding
+        ],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "final_logit_softcapping": get("final_logit_softcapping", 0.0) or None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    }

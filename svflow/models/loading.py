@@ -1,0 +1,211 @@
+"""Checkpoints to models and back."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from svflow.models.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from svflow.models.config import TransformerConfig
+from svflow.models.families import family_of
+from svflow.models.families.base import Family, Rule
+from svflow.models.transformer import Transformer
+
+# An architecture of this name promises a head, so a file without one is broken.
+PROMISES_HEAD = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining")
+
+
+def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
+    """A model from a checkpoint.
+
+    Arguments:
+        source: a folder with config.json and safetensors (single or sharded), or with
+            pytorch_model.bin where torch is installed; a .gguf file; or a Hugging Face hub id.
+        dtype: of the parameters; float32, float64 (with jax_enable_x64), bfloat16 or float16.
+            A conversion to a wider type is exact.
+
+    Every tensor of the file is used exactly once. Tensors are read one at a time.
+
+    Raises:
+        FileNotFoundError: a path, config or shard that is missing.
+        ValueError: an unknown architecture, a config key that changes the result and is not
+            handled, or a tensor that is missing, unused, of the wrong shape or unreadable.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be floating point, got {dtype}")
+    if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
+    checkpoint = open_checkpoint(source)
+    family = family_of(checkpoint.config)
+    names = _canonical_names(checkpoint, family)
+    promised = any(
+        str(name).endswith(PROMISES_HEAD) for name in checkpoint.config.get("architectures") or ()
+    )
+    has_head = promised or any(_matches(name, family.head) for name in names)
+    config = family.config(checkpoint.config)
+    if not has_head and (config.head == "masked" or not config.tied):
+        config = family.config(checkpoint.config, has_head=False)
+    shapes, treedef = _parameters(config, dtype)
+    plan = _plan(family, config, shapes, names, checkpoint)
+
+    leaves: dict[str, jax.Array] = {}
+    for name, rule, index in plan:
+        parts = rule.split(checkpoint.read(names[name]), config)
+        for path, part in zip(rule.ours, parts):
+            value = jnp.asarray(np.asarray(part).astype(dtype))
+            if index:
+                if path not in leaves:
+                    leaves[path] = jnp.zeros(shapes[path].shape, dtype)
+                value = _put(leaves[path], value, *index)
+            # One tensor at a time: the next is not read before this one is in its place.
+            leaves[path] = value.block_until_ready()
+    return jax.tree.unflatten(treedef, [leaves[path] for path in shapes])
+
+
+@jax.jit(donate_argnums=0)
+def _put(stack, value, *index):
+    return stack.at[index].set(value)
+
+
+def save(model: Transformer, folder: str | os.PathLike) -> None:
+    """Writes config.json and model.safetensors in the model's own family's Hugging Face format.
+
+    Raises:
+        ValueError: a model whose config no longer says what its Hugging Face config says.
+    """
+    config = model.config
+    family = family_of(config.hf)
+    if family.config(config.hf, config.head is not None) != config:
+        raise ValueError(
+            "the model's config differs from the Hugging Face config it was made from; "
+            "make it with TransformerConfig.from_hf"
+        )
+    leaves, _ = _flatten(model)
+    dtype = next(iter(leaves.values())).dtype
+    hf = {key: value for key, value in config.hf.items() if key not in ("dtype", "torch_dtype")}
+    write_checkpoint(folder, {**hf, "dtype": str(dtype)}, _tensors(family, config, leaves))
+
+
+def _tensors(
+    family: Family, config: TransformerConfig, leaves: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for rule in family.rules:
+        if all(path in leaves for path in rule.ours):
+            for name, index in _places(rule, family, config):
+                parts = tuple(np.asarray(leaves[path][index]) for path in rule.ours)
+                yield name, np.ascontiguousarray(rule.join(parts, config))
+
+
+def _flatten(model) -> tuple[dict[str, Any], Any]:
+    """The parameters by path, such as "flow.layers.attention.query.kernel", in tree order."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(model)
+    paths = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat)
+    return dict(zip((path.removesuffix(".value") for path in paths), (x for _, x in flat))), treedef
+
+
+def _parameters(config: TransformerConfig, dtype) -> tuple[dict[str, Any], Any]:
+    return _flatten(jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def _matches(name: str, patterns) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _canonical_names(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
+    """The file's tensors by the names of the family's rules.
+
+    Files differ in the bare model's prefix and in old spellings of a norm's weight and bias.
+    """
+    bare = not any(name.startswith(family.prefix) for name in checkpoint.shapes)
+    names: dict[str, str] = {}
+    for name in checkpoint.shapes:
+        canonical = re.sub(r"(?<=\.)gamma$", "weight", re.sub(r"(?<=\.)beta$", "bias", name))
+        if bare and not _matches(canonical, family.head):
+            canonical = family.prefix + canonical
+        if canonical in names:
+            raise ValueError(
+                f"{checkpoint.source}: {name!r} and {names[canonical]!r} are the same tensor"
+            )
+        names[canonical] = name
+    return names
+
+
+def _places(
+    rule: Rule, family: Family, config: TransformerConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor that a rule stands for, and where it goes in our stacks."""
+    if "{layer}" not in rule.hf:
+        yield rule.hf, ()
+        return
+    kinds = dict(zip(config.blocks, config.sparse))
+    mixture = rule.ours[0].startswith("flow.layers.mixture.")
+    dense = rule.ours[0].startswith("flow.layers.feed_forward.")
+    blocks = [b for b in sorted(kinds) if not (kinds[b] if dense else mixture and not kinds[b])]
+    for place, block in enumerate(blocks):
+        name = rule.hf.replace("{layer}", family.layer(config, block))
+        if "{expert}" in name:
+            for expert in range(config.experts):
+                yield name.replace("{expert}", str(expert)), (place, expert)
+        else:
+            yield name, (place,)
+
+
+def _plan(
+    family: Family,
+    config: TransformerConfig,
+    shapes: dict[str, Any],
+    names: dict[str, str],
+    checkpoint: Checkpoint,
+) -> list[tuple[str, Rule, tuple[int, ...]]]:
+    """Which tensor goes where; every complaint about the file comes before any of it is read."""
+    plan, used, missing = [], set(), []
+    for rule in family.rules:
+        if not all(path in shapes for path in rule.ours):
+            continue
+        for name, index in _places(rule, family, config):
+            if name not in names:
+                missing.append(name)
+                continue
+            used.add(name)
+            _check_shape(rule, config, shapes, index, name, checkpoint.shapes[names[name]])
+            plan.append((name, rule, index))
+    if missing:
+        raise ValueError(f"{checkpoint.source}: missing {_few(missing)}")
+    rest = [n for n in names if n not in used and not _matches(n, family.unused)]
+    for name in [n for n in rest if n in family.copies]:
+        original = names[family.copies[name]]
+        if not _equal(checkpoint.read(names[name]), checkpoint.read(original)):
+            raise ValueError(
+                f"{checkpoint.source}: the config ties {names[name]!r} to {original!r}, "
+                "but they differ"
+            )
+        rest.remove(name)
+    if rest:
+        raise ValueError(f"{checkpoint.source}: unused {_few([names[n] for n in rest])}")
+    return plan
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _few(names: list[str]) -> str:
+    tensors = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
+    return f"{tensors} {', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
+
+
+def _check_shape(rule, config, shapes, index, name, found):
+    expected = [tuple(shapes[path].shape[len(index) :]) for path in rule.ours]
+    # Stand-ins without memory: the shape that our parameters would have in the file.
+    stand_ins = tuple(np.broadcast_to(np.zeros((), np.int8), shape) for shape in expected)
+    wanted = rule.join(stand_ins, config).shape
+    if tuple(found) != wanted:
+        raise ValueError(f"tensor {name!r} has shape {tuple(found)}, expected {wanted}")

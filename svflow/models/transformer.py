@@ -1,0 +1,502 @@
+"""One transformer for all families: embedding, a flow over depth, and a head.
+
+Axes: `tokens`; `width`, the residual stream; `heads` and `groups` (key/value heads) of width
+`head`; `hidden`, the feed-forward layer; `experts`; `blocks`, the leading axis on which the layers'
+parameters are stacked.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from svflow import attention
+from svflow.dtypes import at_least_float32
+from svflow.flow import Context, Flow
+from svflow.models.config import TransformerConfig
+from svflow.simulate import simulate
+
+
+class Linear(nnx.Module):
+    """x W + b, kernel of shape (..., in, out)."""
+
+    def __init__(self, shape, *, bias: bool, std: float, rngs: nnx.Rngs, dtype):
+        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype))
+        self.bias = nnx.Param(jnp.zeros((*shape[:-2], shape[-1]), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last axis; moments in float32 at least."""
+
+    def __init__(self, shape, config: TransformerConfig, *, dtype, bias: bool | None = None):
+        bias = config.norm_bias if bias is None else bias
+        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_offset
+        start = 1.0 - self.offset
+        self.weight = nnx.Param(jnp.full(shape, start, dtype)) if config.norm_weight else None
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*tokens width"]) -> Float[Array, "*tokens width"]:
+        wide = at_least_float32(x.dtype)
+        y = x.astype(wide)
+        if self.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        if self.weight is not None:
+            y = y * (self.weight[...].astype(wide) + self.offset)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(wide)
+        return y.astype(x.dtype)
+
+
+def activate(name: str, x: Float[Array, "*tokens hidden"]) -> Float[Array, "*tokens hidden"]:
+    """The activation functions of `svflow.models.config.ACTIVATIONS`."""
+    match name:
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "quick_gelu":
+            return x * jax.nn.sigmoid(1.702 * x)
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+        case "relu" | "silu" | "tanh" | "sigmoid":
+            return getattr(jax.nn, name)(x)
+    raise ValueError(f"unknown activation {name!r}")
+
+
+class Attention(nnx.Module):
+    """The projections of multi-head attention with grouped key/value heads."""
+
+    def __init__(self, config: TransformerConfig, lead: tuple[int, ...], rngs: nnx.Rngs, dtype):
+        std, width = config.initializer_range, config.width
+        inner, groups = config.heads * config.head_width, config.kv_heads * config.head_width
+        make = dict(std=std, rngs=rngs, dtype=dtype)
+        self.query = Linear((*lead, width, inner), bias=config.query_key_bias, **make)
+        self.key = Linear((*lead, width, groups), bias=config.query_key_bias, **make)
+        self.value = Linear((*lead, width, groups), bias=config.value_bias, **make)
+        make["std"] = std * config.residual_init_scale
+        self.output = Linear((*lead, inner, width), bias=config.output_bias, **make)
+        kind = config.query_key_norm
+
+        def norm(full):
+            shape = (*lead, full if kind == "full" else config.head_width)
+            return Norm(shape, config, dtype=dtype, bias=False) if kind else None
+
+        self.query_norm, self.key_norm = norm(inner), norm(groups)
+
+
+class FeedForward(nnx.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) where gated."""
+
+    def __init__(self, config: TransformerConfig, lead, hidden: int, rngs: nnx.Rngs, dtype):
+        std, width = config.initializer_range, config.width
+        make = dict(bias=config.hidden_bias, rngs=rngs, dtype=dtype)
+        self.activation = config.activation
+        self.gate = Linear((*lead, width, hidden), std=std, **make) if config.gated else None
+        self.up = Linear((*lead, width, hidden), std=std, **make)
+        self.down = Linear((*lead, hidden, width), std=std * config.residual_init_scale, **make)
+
+    def __call__(self, x: Float[Array, "*tokens width"]) -> Float[Array, "*tokens width"]:
+        if self.gate is None:
+            return self.down(activate(self.activation, self.up(x)))
+        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+
+
+class Mixture(nnx.Module):
+    """Mixture of experts: sum_e q_e(x) E_e(x) over the top-k experts of a softmax router.
+
+    With `expert_normalize` the k weights are rescaled to sum 1.
+    Source: Shazeer et al., "Outrageously large neural networks", 2017.
+    """
+
+    def __init__(self, config: TransformerConfig, lead, rngs: nnx.Rngs, dtype):
+        self.chosen, self.normalize = config.experts_per_token, config.expert_normalize
+        std = config.initializer_range
+        self.router = Linear(
+            (*lead, config.width, config.experts), bias=False, std=std, rngs=rngs, dtype=dtype
+        )
+        self.experts = FeedForward(
+            config, (*lead, config.experts), config.expert_hidden, rngs, dtype
+        )
+
+    def weights(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens experts"]:
+        """The router's posterior over experts, zero for those not chosen."""
+        logits = self.router(x)
+        wide = logits.astype(at_least_float32(x.dtype))
+        posterior = jax.nn.softmax(wide, axis=-1)
+        top, index = jax.lax.top_k(posterior, self.chosen)
+        if self.normalize:
+            top = top / jnp.sum(top, axis=-1, keepdims=True)
+        tokens = jnp.arange(x.shape[0])[:, None]
+        return jnp.zeros_like(posterior).at[tokens, index].set(top).astype(x.dtype)
+
+    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
+        weights = self.weights(x)
+
+        def add(total, expert_and_weight):
+            expert, weight = expert_and_weight
+            return total + weight[:, None] * expert(x), None
+
+        return jax.lax.scan(add, jnp.zeros_like(x), (self.experts, weights.T))[0]
+
+
+class Layers(nnx.Module):
+    """The parameters of all layers, each leaf with a leading axis of blocks.
+
+    Where dense and mixture layers alternate, each kind has its own stack.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, dtype):
+        blocks = max(config.blocks) + 1
+        lead, width = (blocks,), config.width
+        sparse = len({block for block, s in zip(config.blocks, config.sparse) if s})
+        before = config.placement in ("pre", "sandwich")
+        after = config.placement in ("post", "output", "sandwich")
+
+        def norm(wanted):
+            return Norm((*lead, width), config, dtype=dtype) if wanted else None
+
+        self.attention_norm, self.hidden_norm = norm(before), norm(before)
+        self.attention_post_norm, self.hidden_post_norm = norm(after), norm(after)
+        self.attention = Attention(config, lead, rngs, dtype)
+        dense = blocks - sparse
+        self.feed_forward = (
+            FeedForward(config, (dense,), config.hidden, rngs, dtype) if dense else None
+        )
+        self.mixture = Mixture(config, (sparse,), rngs, dtype) if sparse else None
+
+
+class TransformerFlow(Flow):
+    """The layers of a transformer as a flow.
+
+    A serial block is split into attention and feed-forward; a parallel block is one substep with
+    both branches. A norm after the addition ("post" placement) makes the substep's displacement
+    n(x + f(x)) - x: with gain and bias the norm is no retraction (it is not the identity on its
+    own image), so it belongs to the field, and dt -> 0 then has a limit.
+
+    Weights over depth are piecewise constant, or with `interpolated("linear")` linear between
+    layers, layer l's weights at t = l. Windows, rotary embeddings and attention scales stay
+    piecewise constant.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs, dtype):
+        self.config = config
+        self.depth, self.width = config.depth, config.width
+        self.interpolation = "constant"
+        self.layers = Layers(config, rngs, dtype)
+
+    def interpolated(self, kind: str) -> TransformerFlow:
+        """The same flow with weights over depth "constant" or "linear" between layers."""
+        if kind not in ("constant", "linear"):
+            raise ValueError(f"interpolation is 'constant' or 'linear', got {kind!r}")
+        if kind == "linear" and len(set(self.config.sparse)) > 1:
+            raise ValueError("weights of dense and mixture layers cannot be interpolated")
+        flow = jax.tree.map(lambda leaf: leaf, self)
+        flow.interpolation = kind
+        return flow
+
+    @property
+    def splitting(self) -> tuple[tuple[str, ...], ...]:
+        names = ("attention", "feed_forward")
+        return (names,) if self.config.parallel else tuple((name,) for name in names)
+
+    def branch(self, name, t, x, context=None):
+        index, part = self._time(t)
+        if name == "attention":
+            return self._attention(index, part, x, context)
+        if name == "feed_forward":
+            return self._feed_forward(index, part, x)
+        raise ValueError(f"no branch {name!r}; a transformer has {self.splitting}")
+
+    def field(self, substep, t, x, context=None):
+        update = sum(
+            (self.branch(name, t, x, context) for name in self.splitting[substep]),
+            start=jnp.zeros((), x.dtype),
+        )
+        if self.config.placement != "post":
+            return update
+        name = ("attention_post_norm", "hidden_post_norm")[substep]
+        return self._pick(name, *self._time(t))(x + update) - x
+
+    def _time(self, t):
+        """(layer, how far into it); None for a whole number of layers."""
+        if not isinstance(t, jax.Array):
+            t = jnp.asarray(t)
+        if jnp.issubdtype(t.dtype, jnp.integer):
+            return t, None
+        index = jnp.clip(jnp.floor(t), 0, self.depth - 1)
+        part = jnp.clip(t - index, 0, 1) if self.interpolation == "linear" else None
+        return index.astype(jnp.int32), part
+
+    def _pick(self, name, index, part, *, stack=None):
+        """The parameters `name` of one layer, or between two."""
+        module = getattr(self.layers, name)
+        blocks = jnp.asarray(self.config.blocks if stack is None else stack)
+        here = jax.tree.map(lambda leaf: _at(leaf, blocks[index]), module)
+        if part is None:
+            return here
+        following = jnp.minimum(index + 1, self.depth - 1)
+        there = jax.tree.map(lambda leaf: _at(leaf, blocks[following]), module)
+
+        def between(a, b):
+            share = part.astype(a.dtype)
+            return (1 - share) * a + share * b
+
+        return jax.tree.map(between, here, there)
+
+    def _pre(self, name, index, part, x):
+        return x if getattr(self.layers, name) is None else self._pick(name, index, part)(x)
+
+    def _post(self, name, index, part, update):
+        if self.config.placement in ("output", "sandwich"):
+            return self._pick(name, index, part)(update)
+        return update
+
+    def _attention(self, index, part, x, context):
+        config = self.config
+        tokens = x.shape[0]
+        layer = self._pick("attention", index, part)
+        y = self._pre("attention_norm", index, part, x)
+        q, k, v = layer.query(y), layer.key(y), layer.value(y)
+        clip = config.projection_clip
+        if clip is not None:
+            q, k, v = (jnp.clip(a, -clip, clip) for a in (q, k, v))
+        if config.query_key_norm == "full":
+            q, k = layer.query_norm(q), layer.key_norm(k)
+        q = q.reshape(tokens, config.heads, config.head_width)
+        k = k.reshape(tokens, config.kv_heads, config.head_width)
+        v = v.reshape(tokens, config.kv_heads, config.head_width)
+        if config.query_key_norm == "head":
+            q, k = layer.query_norm(q), layer.key_norm(k)
+        if config.ropes:
+            q, k = self._rotate(index, q, k, context)
+        window = jnp.asarray(config.windows)[index] if any(config.windows) else None
+        allowed = attention.allowed_keys(
+            tokens,
+            causal=config.causal,
+            window=window,
+            mask=None if context is None else context.mask,
+        )
+        weights = attention.attention_weights(
+            q,
+            k,
+            allowed,
+            scale=jnp.asarray(config.scales, x.dtype)[index],
+            softcap=config.attention_softcap,
+        )
+        mixed = attention.mix_values(weights, v).reshape(tokens, -1)
+        return self._post("attention_post_norm", index, part, layer.output(mixed))
+
+    def _rotate(self, index, q, k, context):
+        wide = at_least_float32(q.dtype)
+        positions = token_positions(q.shape[0], context)
+        which = jnp.asarray(self.config.rope_of)[index]
+
+        def turn(rope):
+            return lambda q, k: tuple(
+                attention.rotate(a, rope.angles(positions, wide), rope.amplitude) for a in (q, k)
+            )
+
+        kinds = [turn(rope) for rope in self.config.ropes]
+        if -1 in self.config.rope_of:
+            kinds, which = [lambda q, k: (q, k), *kinds], which + 1
+        return kinds[0](q, k) if len(kinds) == 1 else jax.lax.switch(which, kinds, q, k)
+
+    def _feed_forward(self, index, part, x):
+        config, layers = self.config, self.layers
+        y = self._pre("hidden_norm", index, part, x)
+        # Each kind of layer is stacked apart: where a layer's block stands within its kind.
+        kinds = dict(zip(config.blocks, config.sparse))
+        order = {
+            kind: [block for block in sorted(kinds) if kinds[block] == kind]
+            for kind in (False, True)
+        }
+        stack = [order[kinds[block]].index(block) for block in config.blocks]
+
+        def dense(y):
+            return self._pick("feed_forward", index, part, stack=stack)(y)
+
+        def mixture(y):
+            return self._pick("mixture", index, part, stack=stack)(y)
+
+        if layers.mixture is None:
+            update = dense(y)
+        elif layers.feed_forward is None:
+            update = mixture(y)
+        else:
+            update = jax.lax.cond(jnp.asarray(config.sparse)[index], mixture, dense, y)
+        return self._post("hidden_post_norm", index, part, update)
+
+
+def _at(leaf, index):
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+
+def token_positions(tokens: int, context: Context | None) -> Int[Array, " tokens"]:
+    """The positions of a context: given, or counted over its real tokens, or 0..tokens - 1."""
+    if context is not None and context.positions is not None:
+        return context.positions
+    if context is not None and context.mask is not None:
+        return jnp.maximum(jnp.cumsum(context.mask.astype(jnp.int32)) - 1, 0)
+    return jnp.arange(tokens)
+
+
+class Embedding(nnx.Module):
+    """Token ids to the state that enters the first layer."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs, dtype):
+        self.config = config
+        std, narrow = config.initializer_range, config.embedding_width or config.width
+
+        def table(rows):
+            return nnx.Param(std * jax.random.normal(rngs.params(), (rows, narrow), dtype))
+
+        self.tokens = table(config.vocab_size)
+        self.positions = table(config.positions) if config.positions else None
+        self.segments = table(config.segments) if config.segments else None
+        self.norm = Norm((narrow,), config, dtype=dtype) if config.embedding_norm else None
+        make = dict(bias=True, std=std, rngs=rngs, dtype=dtype)
+        self.projection = Linear((narrow, config.width), **make) if config.embedding_width else None
+
+    def __call__(self, ids, context=None, segments=None):
+        config = self.config
+        x = self.tokens[ids]
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions[self._rows(ids, context)]
+        if self.segments is not None:
+            x = x + self.segments[jnp.zeros_like(ids) if segments is None else segments]
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.projection is None else self.projection(x)
+
+    def _rows(self, ids, context):
+        config = self.config
+        given = context is not None and context.positions is not None
+        if config.pad_token is None or given:
+            return token_positions(ids.shape[0], context) + config.position_offset
+        real = (ids != config.pad_token).astype(ids.dtype)
+        return jnp.cumsum(real) * real + config.pad_token
+
+
+class Head(nnx.Module):
+    """The last state of a token to its logits; the kernel is the token table where tied."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs, dtype):
+        self.config = config
+        std, narrow = config.initializer_range, config.embedding_width or config.width
+        masked = config.head == "masked"
+        normed = narrow if masked else config.width if config.final_norm else 0
+        self.norm = Norm((normed,), config, dtype=dtype) if normed else None
+        make = dict(bias=True, std=std, rngs=rngs, dtype=dtype)
+        self.dense = Linear((config.width, narrow), **make) if masked else None
+        shape = (config.vocab_size, narrow)
+        own = config.head is not None and not config.tied
+        self.kernel = (
+            nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype)) if own else None
+        )
+        bias = config.head is not None and config.head_bias
+        self.bias = nnx.Param(jnp.zeros((config.vocab_size,), dtype)) if bias else None
+
+    def __call__(self, x, table):
+        if self.config.head is None:
+            raise ValueError(f"this {self.config.family} checkpoint has no head: no logits")
+        if self.dense is not None:
+            x = activate(self.config.activation, self.dense(x))
+        if self.norm is not None:
+            x = self.norm(x)
+        logits = x @ (table if self.kernel is None else self.kernel[...]).T
+        if self.bias is not None:
+            logits = logits + self.bias[...]
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Transformer(nnx.Module):
+    """A transformer: `embed`, then the `flow` over depth, then `unembed`.
+
+    Arguments:
+        config: what the architecture is.
+        rngs: for the untrained weights (normal, `initializer_range`).
+        dtype: of the parameters and of everything computed from them.
+
+    Everything is single-example; batches are `jax.vmap`.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config = config
+        self.embedding = Embedding(config, rngs=rngs, dtype=dtype)
+        self.flow = TransformerFlow(config, rngs=rngs, dtype=dtype)
+        self.head = Head(config, rngs=rngs, dtype=dtype)
+
+    def embed(
+        self,
+        ids: Int[Array, " tokens"],
+        context: Context | None = None,
+        *,
+        segments: Int[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens width"]:
+        """The state that enters the first layer.
+
+        Arguments:
+            ids: (tokens,) token ids, each in [0, vocab_size).
+            context: positions and padding.
+            segments: (tokens,) token types, for families that have them; default 0.
+
+        Raises:
+            ValueError: an empty sequence, ids that are not integers or (outside jit) not in the
+                vocabulary, or a sequence longer than the learned positions. Under jit, an id
+                outside the vocabulary gives nan.
+        """
+        ids = jnp.asarray(ids)
+        self._check(ids, context, segments)
+        x = self.embedding(ids, context, segments)
+        bad = (ids < 0) | (ids >= self.config.vocab_size)
+        return jnp.where(bad[:, None], jnp.asarray(jnp.nan, x.dtype), x)
+
+    def unembed(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens vocab"]:
+        """The logits of a state, the final norm included. Raises ValueError without a head."""
+        return self.head(x, self.embedding.tokens[...])
+
+    def __call__(
+        self,
+        ids: Int[Array, " tokens"],
+        context: Context | None = None,
+        *,
+        segments: Int[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens vocab"]:
+        """The logits of every token."""
+        x = self.embed(ids, context, segments=segments)
+        end = [float(self.config.depth)]
+        return self.unembed(simulate(self.flow, x, ts=end, context=context).xs[-1])
+
+    def _check(self, ids, context, segments):
+        config = self.config
+        if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                f"ids must be a sequence of integers, got {ids.dtype} of shape {ids.shape}; "
+                "batches go through jax.vmap"
+            )
+        tokens = ids.shape[0]
+        if tokens == 0:
+            raise ValueError("ids is an empty sequence")
+        if not isinstance(ids, jax.core.Tracer):
+            low, high = int(jnp.min(ids)), int(jnp.max(ids))
+            if low < 0 or high >= config.vocab_size:
+                bad = low if low < 0 else high
+                raise ValueError(f"id {bad} is outside the vocabulary of {config.vocab_size}")
+        if segments is not None and not config.segments:
+            raise ValueError(f"{config.family} has no token types")
+        given = None if context is None else context.positions
+        room = config.positions - config.position_offset
+        if config.positions and given is None and tokens > room:
+            raise ValueError(f"{tokens} tokens, but {config.family} has {room} learned positions")
+        for name, array in zip(("positions", "mask"), context or ()):
+            if array is not None and jnp.shape(array) != (tokens,):
+                raise ValueError(f"context.{name} has shape {jnp.shape(array)}, not ({tokens},)")

@@ -1,0 +1,1 @@
+"""The package for fixed universal transformers; nothing is in it yet."""
