@@ -9,6 +9,7 @@ from svflow.models.loading import save as save
 from svflow.models.tokenizer import Tokenizer as Tokenizer
 from svflow.models.tokenizer import load_tokenizer as load_tokenizer
 from svflow.models.transformer import Transformer as Transformer
+from svflow.simulate import ScanAdjoint as ScanAdjoint
 from svflow.simulate import Trajectory as Trajectory
 from svflow.simulate import simulate as simulate
 from svflow.solvers import LieTrotter as LieTrotter
