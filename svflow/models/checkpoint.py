@@ -80,7 +80,7 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     if index.is_file():
         return _open_bin(config, *_read_index(index), path)
     raise FileNotFoundError(
-        f"no weights in {path}: neither model.safetensors nor pytorch_model.bin, nor an index of one"
+        f"no weights in {path}: no model.safetensors, no pytorch_model.bin and no index of either"
     )
 
 

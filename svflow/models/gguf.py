@@ -66,14 +66,14 @@ def open_gguf(path: Path) -> Checkpoint:
             quantisation is not handled; it is named.
     """
     file = read_gguf(path)
-    arch = file.need("general.architecture")
+    arch = file.get("general.architecture", str)
     if arch not in _BLOCKS:
         raise ValueError(
             f"{path}: the architecture {arch!r} is not handled, only {', '.join(_BLOCKS)}"
         )
-    if (kind := file.get("general.type", "model")) != "model":
+    if (kind := file.get("general.type", str, "model")) != "model":
         raise ValueError(f"{path}: general.type is {kind!r}, not a model")
-    if (parts := file.get("split.count", 0)) > 1:
+    if (parts := file.get("split.count", int, 0)) > 1:
         raise ValueError(f"{path} is one of {parts} parts: merge them with llama-gguf-split first")
 
     stored: dict[str, gguf.ReaderTensor] = {}

@@ -12,6 +12,9 @@ import numpy as np
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
 
 
+_NEEDED: Any = object()  # the default of a key that has to be there
+
+
 class GgufFile(NamedTuple):
     """The metadata and the tensor table of a GGUF file."""
 
@@ -19,24 +22,53 @@ class GgufFile(NamedTuple):
     fields: dict[str, gguf.ReaderField]
     tensors: list[gguf.ReaderTensor]
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata key, or the default. A float32 becomes the decimal it came from:
-        a file holds 9.99999997e-06 for 1e-05."""
-        if key not in self.fields:
-            return default
-        field = self.fields[key]
-        if field.types[-1] == gguf.GGUFValueType.FLOAT32:
-            value = field.contents()
-            if isinstance(value, list):
-                return [float(str(np.float32(item))) for item in value]
-            return float(str(np.float32(value)))
-        return field.contents()
+    def get(self, key: str, kind: type, default: Any = _NEEDED) -> Any:
+        """The value of a metadata key, or the default.
 
-    def need(self, key: str) -> Any:
-        """The value of a metadata key that has to be there."""
+        Raises:
+            ValueError: there is no such key and no default, or the value is not of this kind.
+        """
+        if key not in self.fields and default is not _NEEDED:
+            return default
+        return self.typed(key, self.value(key), kind)
+
+    def get_list(self, key: str, kind: type) -> list[Any]:
+        """The value of a metadata key that is an array of this kind, [] where it is empty."""
+        return [self.typed(key, item, kind) for item in self.get(key, list)]
+
+    def value(self, key: str) -> Any:
+        """The value of a metadata key. A float32 becomes the decimal that it came from: a file
+        holds 9.99999997e-06 for 1e-05."""
         if key not in self.fields:
             raise ValueError(f"{self.path} has no metadata key {key}")
-        return self.get(key)
+        field = self.fields[key]
+        try:
+            value = field.contents()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path}: {key} is not text: {error}") from error
+        if field.types == [gguf.GGUFValueType.FLOAT32]:
+            return float(str(np.float32(value)))
+        return value
+
+    def typed(self, key: str, value: Any, kind: type) -> Any:
+        """The value, which has to be of this kind; an integer will do for a float."""
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise ValueError(
+                f"{self.path}: {key} is {value!r}, which is not of type {kind.__name__}"
+            )
+        return value
+
+
+class _Reader(gguf.GGUFReader):
+    """Refuses to read past the end, where the package's own reader goes on with nothing: an array
+    that claims 2^50 bytes would fill the memory."""
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, *arguments: Any, **options: Any) -> Any:
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError("it ends early")
+        return super()._get(offset, dtype, count, *arguments, **options)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -46,9 +78,12 @@ def read_gguf(path: Path) -> GgufFile:
         ValueError: the file cannot be read as GGUF; it is named.
     """
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise ValueError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+    for tensor in reader.tensors:
+        if not tensor.n_elements:
+            raise ValueError(f"{path}: the tensor {tensor.name} is empty")
     return GgufFile(path, dict(reader.fields), reader.tensors)
 
 
@@ -58,18 +93,27 @@ def hugging_face_config(
     """The Hugging Face config (transformers 5.24, `rope_parameters` layout) of a GGUF file."""
     known = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}  # change no result
 
-    def get(key: str, default: Any = None) -> Any:
+    def get(key: str, kind: type, default: Any = _NEEDED) -> Any:
         known.add(key)
         full = f"{arch}.{key}"
-        value = file.need(full) if default is None else file.get(full, default)
-        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+        if full not in file.fields and default is not _NEEDED:
+            return default
+        value = file.value(full)
+        if isinstance(value, list) and kind is not list:  # one value for each layer
             if len(set(value)) != 1:
                 raise ValueError(f"{file.path}: {full} differs between layers: {value}")
-            return value[0]
+            value = value[0]
+        value = file.typed(full, value, kind)
+        if kind is int and value < (0 if default == 0 else 1):
+            raise ValueError(f"{file.path}: {full} is {value}")
         return value
 
-    layers, width, heads = get("block_count"), get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", width // heads)
+    layers, width = get("block_count", int), get("embedding_length", int)
+    heads = get("attention.head_count", int)
+    blocks = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
+    if len(blocks) != layers or any(int(block) >= layers for block in blocks):
+        raise ValueError(f"{file.path}: {arch}.block_count is {layers}, but it holds {len(blocks)}")
+    head_dim = get("attention.key_length", int, width // heads)
     expected = {
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,
@@ -80,12 +124,12 @@ def hugging_face_config(
         "rope.scaling.yarn_ext_factor": 1.0,
     }
     for key, value in expected.items():
-        if get(key, value) != value:
-            raise ValueError(f"{file.path}: {arch}.{key} is {get(key)}; only {value} is handled")
+        if (found := get(key, type(value), value)) != value:
+            raise ValueError(f"{file.path}: {arch}.{key} is {found}; only {value} is handled")
     if "model.embed_tokens.weight" not in shapes:
         raise ValueError(f"{file.path} has no tensor token_embd.weight")
 
-    context = get("context_length")
+    context = get("context_length", int)
     rope = _rope_parameters(file, get, context, head_dim)
     config = {
         "architectures": [f"{_CLASSES[arch]}ForCausalLM"],
@@ -93,20 +137,20 @@ def hugging_face_config(
         "dtype": "float32",
         "vocab_size": shapes["model.embed_tokens.weight"][0],
         "hidden_size": width,
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": get("feed_forward_length", int),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": get("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", float),
         "rope_parameters": rope,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
         "attention_dropout": 0.0,
     }
     for name in ("bos", "eos", "padding"):
         key = f"{'pad' if name == 'padding' else name}_token_id"
-        config[key] = file.get(f"tokenizer.ggml.{name}_token_id")
+        config[key] = file.get(f"tokenizer.ggml.{name}_token_id", int, None)
     if arch == "gemma3":
         config |= _gemma3(file, get, layers, width, heads, head_dim, rope)
     else:
@@ -125,12 +169,18 @@ def hugging_face_config(
 
 
 def _rope_parameters(file: GgufFile, get: Any, context: int, head_dim: int) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}
-    factor = get("rope.scaling.factor", 0.0) or get("rope.scale_linear", 0.0)
-    kind = get("rope.scaling.type", "linear")  # llama.cpp takes a factor without a type as linear
-    original = get("rope.scaling.original_context_length", context)
-    fast, slow = get("rope.scaling.yarn_beta_fast", 32.0), get("rope.scaling.yarn_beta_slow", 1.0)
-    attention_factor = get("rope.scaling.yarn_attn_factor", 0.0)
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": get("rope.freq_base", float, 10000.0),
+    }
+    factor = get("rope.scaling.factor", float, 0.0) or get("rope.scale_linear", float, 0.0)
+    kind = get(
+        "rope.scaling.type", str, "linear"
+    )  # llama.cpp takes a factor without a type as linear
+    original = get("rope.scaling.original_context_length", int, context)
+    fast = get("rope.scaling.yarn_beta_fast", float, 32.0)
+    slow = get("rope.scaling.yarn_beta_slow", float, 1.0)
+    attention_factor = get("rope.scaling.yarn_attn_factor", float, 0.0)
     if kind == "yarn":
         rope |= {
             "rope_type": "yarn",
@@ -150,10 +200,11 @@ def _rope_parameters(file: GgufFile, get: Any, context: int, head_dim: int) -> d
     for tensor in file.tensors:
         if tensor.name == "rope_freqs.weight":
             factors = np.asarray(tensor.data).tolist()
-            if rope["rope_type"] != "default" or len(factors) != head_dim // 2:
+            kinds = (tensor.tensor_type.name, rope["rope_type"])
+            if kinds != ("F32", "default") or len(factors) != head_dim // 2:
                 raise ValueError(
-                    f"{file.path}: rope_freqs.weight has {len(factors)} factors for "
-                    f"{head_dim // 2} frequencies, with {rope['rope_type']!r} scaling"
+                    f"{file.path}: rope_freqs.weight has {len(factors)} factors of type {kinds[0]} "
+                    f"for {head_dim // 2} frequencies, with {kinds[1]!r} scaling"
                 )
             rope |= {
                 "rope_type": "longrope",
@@ -175,15 +226,16 @@ def _gemma3(
     head_dim: int,
     rope: dict[str, Any],
 ) -> dict[str, Any]:
-    window = get("attention.sliding_window", 0)
-    pattern = get("attention.sliding_window_pattern", 6)
-    if isinstance(pattern, list):
-        sliding = [bool(one) for one in pattern]
-    else:  # the last of every `pattern` layers is full; 0: none is
-        sliding = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+    window = get("attention.sliding_window", int, 0)
+    key = "gemma3.attention.sliding_window_pattern"
+    if key in file.fields and gguf.GGUFValueType.ARRAY in file.fields[key].types:
+        sliding = [bool(one) for one in get("attention.sliding_window_pattern", list)]
+    else:  # the last of every `pattern` layers is full
+        pattern = get("attention.sliding_window_pattern", int, 6)
+        sliding = [layer % pattern < pattern - 1 for layer in range(layers)]
     if len(sliding) != layers:
         raise ValueError(f"{file.path}: the window pattern has {len(sliding)} of {layers} layers")
-    local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", float, 10000.0)}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
@@ -194,7 +246,7 @@ def _gemma3(
             "sliding_attention" if window and one else "full_attention" for one in sliding
         ],
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-        "final_logit_softcapping": get("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": get("final_logit_softcapping", float, 0.0) or None,
         "attn_logit_softcapping": None,
         "use_bidirectional_attention": False,
     }

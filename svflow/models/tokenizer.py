@@ -1,9 +1,8 @@
 """Text to token ids and back: tokenizer.json, or the vocabulary inside a GGUF file."""
 
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -27,7 +26,7 @@ _SPLITS = {
     "llama-v3": _LLAMA3,
     "qwen2": _LLAMA3.replace("{1,3}", ""),
 }
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type, llama.cpp's LLAMA_TOKEN_TYPE_*
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
 
 class Tokenizer:
@@ -42,7 +41,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._byte_level = b'"ByteLevel"' in getattr(backend.decoder, "__getstate__", bytes)()
+        decoder = backend.decoder
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> np.ndarray:
@@ -93,34 +93,36 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _from_gguf(file: GgufFile) -> tokenizers.Tokenizer:
-    kind = file.need("tokenizer.ggml.model")
-    tokens = file.need("tokenizer.ggml.tokens")
+    kind = file.get("tokenizer.ggml.model", str)
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
+    types = file.get_list("tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise ValueError(f"{file.path} has {len(types)} token types for {len(tokens)} tokens")
     if kind == "gpt2":
         backend = _byte_level(file, tokens)
     elif kind == "llama":
-        backend = _sentencepiece(file, tokens)
+        backend = _sentencepiece(file, tokens, types)
     else:
         raise ValueError(f"{file.path}: a {kind!r} vocabulary is not handled, only gpt2 and llama")
-    # Tokens that are matched whole in the text, before anything else.
-    types = file.get("tokenizer.ggml.token_type", [])
-    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
-        added = [
-            AddedToken(token, special=special, normalized=False)
-            for token, type_ in zip(tokens, types, strict=False)
-            if type_ == wanted
-        ]
-        (backend.add_special_tokens if special else backend.add_tokens)(added)
+    # What is matched whole in the text, before anything else.
+    for add, wanted in (
+        (backend.add_special_tokens, _CONTROL),
+        (backend.add_tokens, _USER_DEFINED),
+    ):
+        chosen = [token for token, type_ in zip(tokens, types, strict=True) if type_ == wanted]
+        add([AddedToken(token, normalized=False) for token in chosen])
     return backend
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     """A byte-level BPE vocabulary with its merges (Radford et al. 2019, "GPT-2")."""
-    split = file.need("tokenizer.ggml.pre")
+    split = file.get("tokenizer.ggml.pre", str)
     if split not in _SPLITS:
         raise ValueError(
             f"{file.path}: the pre-tokeniser {split!r} is not handled, only {', '.join(_SPLITS)}"
         )
-    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges")]
+    pairs = (merge.partition(" ") for merge in file.get_list("tokenizer.ggml.merges", str))
+    merges = [(left, right) for left, _, right in pairs]
     # llama 3 looks a whole word up before it merges
     backend = _bpe(file, tokens, merges, ignore_merges=_SPLITS[split] == _LLAMA3)
     pattern = _SPLITS[split]
@@ -139,30 +141,41 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
     """A sentencepiece BPE vocabulary (Kudo and Richardson 2018).
 
     It joins the neighbours whose union has the highest score, so that its merges are all the ways
-    to cut each token into two, best token first.
+    to cut each token into two, best token first. Between two cuts of one token sentencepiece joins
+    what is leftmost in the text; here the longer left part goes first, as in Hugging Face's
+    conversion, which can differ within runs such as "=====".
     """
-    scores = file.need("tokenizer.ggml.scores")
+    scores = file.get_list("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ValueError(f"{file.path} has {len(scores)} scores for {len(tokens)} tokens")
-    types = file.need("tokenizer.ggml.token_type")
-    rank = {
+    score_of = {
         token: score
         for token, score, type_ in zip(tokens, scores, types, strict=True)
-        if type_ in (1, 2)  # normal and unknown; the rest is matched whole or by byte
+        if type_ == _NORMAL
     }
     merges = [
         (token[:cut], token[cut:])
-        for token in sorted(rank, key=rank.__getitem__, reverse=True)
+        for token in score_of
         for cut in range(1, len(token))
-        if token[:cut] in rank and token[cut:] in rank
+        if token[:cut] in score_of and token[cut:] in score_of
     ]
-    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
-    backend = _bpe(file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
-    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    merges.sort(key=lambda pair: (score_of["".join(pair)], len(pair[0])), reverse=True)
+    unknown = file.get("tokenizer.ggml.unknown_token_id", int, 0)
+    if unknown >= len(tokens):
+        raise ValueError(f"{file.path}: the unknown token is {unknown} of {len(tokens)}")
+    # A token of spaces that is matched in the text itself has to be spelled as there.
+    tokens[:] = [
+        token.replace("▁", " ") if type_ == _USER_DEFINED else token
+        for token, type_ in zip(tokens, types, strict=True)
+    ]
+    backend = _bpe(
+        file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=tokens[unknown]
+    )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     pieces: list[decoders.Decoder] = [
         decoders.Replace("▁", " "),
@@ -178,12 +191,14 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
 
 
 def _bpe(
-    file: GgufFile, tokens: list[str], merges: list[tuple[str, ...]], **options
+    file: GgufFile, tokens: list[str], merges: list[tuple[str, str]], **options: Any
 ) -> tokenizers.Tokenizer:
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
-    for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
-            raise ValueError(f"{file.path}: the merge {' '.join(merge)!r} is not of its tokens")
+    for left, right in merges:
+        if not {left, right, left + right} <= vocabulary.keys():
+            raise ValueError(
+                f"{file.path}: the merge of {left!r} and {right!r} is not of its tokens"
+            )
     return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
 
 
@@ -203,5 +218,6 @@ _BYTES = _byte_alphabet()
 def _readable(token: str) -> str:
     if not all(character in _BYTES for character in token):
         return token  # an added token, spelled as itself
-    text = bytes(_BYTES[character] for character in token).decode("utf-8", "backslashreplace")
-    return re.sub(r"\\x([0-9a-f]{2})", lambda match: f"<0x{match[1].upper()}>", text)
+    text = bytes(_BYTES[character] for character in token).decode("utf-8", "surrogateescape")
+    # a byte that is part of no character has become the code point U+DC00 + byte
+    return "".join(f"<0x{ord(c) - 0xDC00:02X}>" if "\udc80" <= c <= "\udcff" else c for c in text)
