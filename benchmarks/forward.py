@@ -27,16 +27,15 @@ import svflow as sv
 
 
 def products(flow, x):
-    """Every matrix product of the layers, with nothing between them but a rescaling."""
+    """Every matrix product of the layers, with nothing between them but the heads' layout."""
     config = flow.config
     tokens, heads, head = x.shape[0], config.heads, config.head_width
 
     def layer(x, weights):
         attention, hidden = weights
         q, k, v = (x @ w.kernel[...] for w in (attention.query, attention.key, attention.value))
-        q, k, v = (a.reshape(tokens, heads, head) for a in (q, k, v))
-        scores = jnp.einsum("thk,shk->hts", q, k)
-        mixed = jnp.einsum("hts,shk->thk", scores, v).reshape(tokens, -1)
+        q, k, v = (a.reshape(tokens, heads, head).transpose(1, 0, 2) for a in (q, k, v))
+        mixed = ((q @ k.transpose(0, 2, 1)) @ v).transpose(1, 0, 2).reshape(tokens, -1)
         x = (mixed @ attention.output.kernel[...]) @ hidden.up.kernel[...]
         x = x @ hidden.down.kernel[...]
         return x, x

@@ -9,6 +9,8 @@ from svflow.models.loading import save as save
 from svflow.models.tokenizer import Tokenizer as Tokenizer
 from svflow.models.tokenizer import load_tokenizer as load_tokenizer
 from svflow.models.transformer import Transformer as Transformer
+from svflow.portrait import Portrait as Portrait
+from svflow.portrait import portrait as portrait
 from svflow.simulate import ScanAdjoint as ScanAdjoint
 from svflow.simulate import Trajectory as Trajectory
 from svflow.simulate import simulate as simulate

@@ -51,8 +51,11 @@ def attention_weights(
     """
     tokens, heads, head = query.shape
     groups = key.shape[1]
-    query = (query * scale).reshape(tokens, groups, heads // groups, head)
-    scores = jnp.einsum("tgrk,sgk->grts", query, key)
+    shared = heads // groups
+    # As matrix products in this order XLA transposes the narrow operands and never the scores.
+    query = (query * scale).reshape(tokens, groups, shared, head).transpose(1, 2, 0, 3)
+    scores = query.reshape(groups, shared * tokens, head) @ key.transpose(1, 2, 0)
+    scores = scores.reshape(groups, shared, tokens, -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     wide = scores.astype(at_least_float32(scores.dtype))
@@ -65,8 +68,10 @@ def mix_values(
     value: Float[Array, "keys groups head"],
 ) -> Float[Array, "tokens heads head"]:
     """sum_j a_ij v_j for every head."""
-    mixed = jnp.einsum("grts,sgk->tgrk", weights, value)
-    return mixed.reshape(mixed.shape[0], -1, mixed.shape[-1])
+    groups, shared, tokens, keys = weights.shape
+    mixed = weights.reshape(groups, shared * tokens, keys) @ value.transpose(1, 0, 2)
+    mixed = mixed.reshape(groups, shared, tokens, -1).transpose(2, 0, 1, 3)
+    return mixed.reshape(tokens, groups * shared, -1)
 
 
 def rotate(

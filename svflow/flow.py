@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,10 +26,23 @@ class Context(NamedTuple):
     mask: Bool[Array, " tokens"] | None = None
 
 
+def check_context(context: Context | None, tokens: int) -> None:
+    """Raises ValueError for positions or a mask of the wrong shape or type, by name."""
+    for name, kind in (("positions", jnp.integer), ("mask", jnp.bool_)):
+        array = getattr(context, name, None)
+        if array is None:
+            continue
+        if jnp.shape(array) != (tokens,):
+            raise ValueError(f"context.{name} has shape {jnp.shape(array)}, not ({tokens},)")
+        if not jnp.issubdtype(jnp.result_type(array), kind):
+            raise ValueError(f"context.{name} has type {jnp.result_type(array)}")
+
+
 class Flow(nnx.Module):
     r"""A dynamical system over depth, dx/dt = v(t, x) for t in [0, depth], tokens as rows of x.
 
-    Time is counted in layers. A subclass sets `depth` and `width` and defines `velocity`; that is
+    Time is counted in layers: layer l holds from t = l to l + 1, the last one at t = depth too. A
+    subclass sets `depth` and `width` and defines `velocity`; that is
     a whole flow, and its layer is the Euler step x + v(layer, x).
 
     A flow whose layer is a composition says so with `splitting`: one entry per substep, each the
@@ -57,6 +71,11 @@ class Flow(nnx.Module):
     def jumps(self) -> tuple[float, ...]:
         """Times inside (0, depth) at which the velocity may jump: where one layer ends."""
         return tuple(float(layer) for layer in range(1, self.depth))
+
+    @property
+    def centered(self) -> bool:
+        """Whether the norms that read the state remove its mean, as LayerNorm does."""
+        return False
 
     def velocity(
         self, t, x: Float[Array, "tokens width"], context: Context | None = None

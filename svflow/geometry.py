@@ -1,5 +1,8 @@
 """The sphere of radius sqrt(d) that norms put states on, and the polar form of a residual step.
 
+The zero state has no direction: what needs one is nan there, and its derivative zero, so that a
+row that is masked out afterwards leaves no nan in a gradient. Sums run in float32 at least.
+
 Source: the layer theorem, derived in the project from Liao, arXiv 2604.23740.
 """
 
@@ -10,17 +13,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from svflow.dtypes import at_least_float32
+
 
 def sphere(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens width"]:
     """n(h) = sqrt(d) h / |h|: the direction of a state, on the sphere of radius sqrt(d)."""
-    return h * (jnp.sqrt(jnp.asarray(h.shape[-1], h.dtype)) / _norm(h)[..., None])
+    rho = _rho(h)[..., None]
+    zero = rho == 0
+    wide = h.astype(rho.dtype) / jnp.where(zero, 1, rho)
+    return jnp.where(zero, jnp.nan, wide).astype(h.dtype)
 
 
 def tangent(
     x: Float[Array, "*tokens width"], v: Float[Array, "*tokens width"]
 ) -> Float[Array, "*tokens width"]:
     """P_x v = v - x (x . v) / d, for x on the sphere of radius sqrt(d)."""
-    return v - x * jnp.mean(x * v, axis=-1, keepdims=True)
+    return v - x * _mean(x, v)[..., None].astype(x.dtype)
 
 
 def retract(
@@ -32,7 +40,8 @@ def retract(
 
 def center(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens width"]:
     """h - mean(h): the part of a state that LayerNorm sees, orthogonal to the ones vector."""
-    return h - jnp.mean(h, axis=-1, keepdims=True)
+    wide = h.astype(at_least_float32(h.dtype))
+    return (wide - jnp.mean(wide, axis=-1, keepdims=True)).astype(h.dtype)
 
 
 def geodesic(
@@ -40,11 +49,13 @@ def geodesic(
 ) -> Float[Array, "*tokens"]:
     """The angle between two states, in radians: 2 atan2(|x - y|, |x + y|) of their directions.
 
-    Unlike arccos of the cosine it is accurate for small angles (W. Kahan, "How futile are mindless
-    assessments of roundoff", 2006).
+    Unlike arccos of the cosine it is accurate for small angles and near pi (W. Kahan, "How futile
+    are mindless assessments of roundoff", 2006). Where the angle is 0 or pi it has no derivative;
+    the one returned is 0.
     """
-    x, y = sphere(x), sphere(y)
-    return 2 * jnp.arctan2(_norm(x - y), _norm(x + y))
+    wide = at_least_float32(x.dtype)
+    u, w = sphere(x.astype(wide)), sphere(y.astype(wide))
+    return 2 * jnp.arctan2(_rho(u - w), _rho(u + w))
 
 
 class Polar(NamedTuple):
@@ -56,8 +67,10 @@ class Polar(NamedTuple):
         radial: (...) c = x . v / d; the radial part of v has norm |c| sqrt(d).
         tangential: (..., width) P_x v.
         dt: (...) 1 / (rho + c): the step on the sphere. Where rho + c <= 0 the step leaves the
-            hemisphere of x, the theorem does not hold and dt is nan.
-        rho_next: (...) |h + v| / sqrt(d) by rho'^2 = rho^2 + 2 rho c + |v|^2 / d.
+            hemisphere of x, the theorem does not hold and dt is nan; so it is at h = 0.
+        rho_next: (...) |h + v| / sqrt(d), by rho'^2 = (rho + c)^2 + |P_x v|^2 / d.
+
+    The scalars are in float32 at least.
     """
 
     direction: Float[Array, "*tokens width"]
@@ -73,7 +86,8 @@ def polar(
 ) -> Polar:
     r"""The layer theorem: the residual step h' = h + v is one retracted step on the sphere,
 
-        n(h') = R_x(dt P_x v),   dt = 1 / (rho + c),   rho'^2 = rho^2 + 2 rho c + |v|^2 / d,
+        n(h') = R_x(dt P_x v),   dt = 1 / (rho + c),
+        rho'^2 = (rho + c)^2 + |P_x v|^2 / d = rho^2 + 2 rho c + |v|^2 / d,
 
     for any v, wherever rho + c > 0. A block with a norm after the addition returns the norm of
     h', so its direction before gain and bias is the same n(h').
@@ -88,15 +102,22 @@ def polar(
     """
     if centered:
         h, v = center(h), center(v)
-    width = h.shape[-1]
-    x = sphere(h)
-    rho = _norm(h) / jnp.sqrt(jnp.asarray(width, h.dtype))
-    c = jnp.mean(x * v, axis=-1)
+    x, rho = sphere(h), _rho(h)
+    u, c = tangent(x, v), _mean(x, v)
     forward = rho + c > 0
     dt = jnp.where(forward, 1 / jnp.where(forward, rho + c, 1), jnp.nan)
-    rho_next = jnp.sqrt(jnp.maximum(rho**2 + 2 * rho * c + jnp.mean(v * v, axis=-1), 0))
-    return Polar(x, rho, c, tangent(x, v), dt, rho_next)
+    # The sum of squares: the other form loses digits where h and v nearly cancel.
+    return Polar(x, rho, c, u, dt, jnp.hypot(rho + c, _rho(u)))
 
 
-def _norm(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens"]:
-    return jnp.sqrt(jnp.sum(h * h, axis=-1))
+def _mean(x: Float[Array, "*tokens width"], y: Float[Array, "*tokens width"]):
+    """x . y / d."""
+    wide = at_least_float32(x.dtype)
+    return jnp.mean(x.astype(wide) * y.astype(wide), axis=-1)
+
+
+def _rho(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens"]:
+    """|h| / sqrt(d), its derivative at 0 taken as 0."""
+    square = _mean(h, h)
+    zero = square == 0
+    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, square)))

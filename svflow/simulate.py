@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from svflow.dtypes import at_least_float32
-from svflow.flow import Context, Flow
+from svflow.flow import Context, Flow, check_context
 from svflow.solvers import LieTrotter, SplittingSolver
 
 
@@ -40,8 +40,9 @@ class ScanAdjoint(diffrax.AbstractAdjoint):
 
     Diffrax's own adjoints serve one mode each, or pay for an unknown number of steps. Here the
     loop is one `jax.lax.scan` without a stopping test, so a solve costs what the bare loop over
-    its steps costs. Reverse mode keeps the state before each step and computes the step again;
-    with `checkpoint=False` it keeps what the step computed instead: faster, and more memory.
+    its steps costs; it is for explicit solvers with fixed steps, which cannot fail. Reverse mode
+    keeps the state before each step and computes the step again; with `checkpoint=False` it keeps
+    what the step computed instead: faster, and more memory.
     """
 
     checkpoint: bool = eqx.field(static=True, default=True)
@@ -61,28 +62,61 @@ class ScanAdjoint(diffrax.AbstractAdjoint):
         )
 
 
+class _Grid(diffrax.StepTo):
+    """`StepTo` without its checks at run time: `step_times` has made them, and each is a callback
+    to the host, which takes compile time and keeps a program out of JAX's compilation cache.
+    """
+
+    def wrap(self, direction):
+        return self
+
+    def init(self, terms, t0, t1, y0, dt0, args, func, error_order):
+        return self.ts[1], 2
+
+
 @dataclass(frozen=True)
-class _Velocity:
-    """The vector field of a flow given as Diffrax's `args`: never a closure over its weights."""
+class _VectorField:
+    """A field of a flow given as Diffrax's `args`: never a closure over its weights.
+
+    Arguments:
+        dtype: of the flow's states. Diffrax carries a narrow state in its time's type.
+        substep: of the splitting; None for the velocity.
+    """
+
+    dtype: np.dtype
+    substep: int | None = None
 
     def __call__(self, t, x, args):
         flow, context = args
-        return flow.velocity(t, x, context)
+        state = x.astype(self.dtype)
+        if self.substep is None:
+            v = flow.velocity(t, state, context)
+        else:
+            v = flow.field(self.substep, t, state, context)
+        if v.shape != state.shape or v.dtype != state.dtype:
+            raise ValueError(
+                f"{type(flow).__name__} moves a {state.dtype} state of shape {state.shape} by a "
+                f"{v.dtype} of shape {v.shape}; x0 needs the dtype of the weights"
+            )
+        return v.astype(x.dtype)
 
 
 @dataclass(frozen=True)
-class _Field:
-    """The vector field of one substep of the splitting."""
+class _Retraction:
+    """The flow's retraction, and the rounding to the type of its states."""
 
-    substep: int
+    dtype: np.dtype
 
-    def __call__(self, t, x, args):
-        flow, context = args
-        return flow.field(self.substep, t, x, context)
+    def __call__(self, args, x):
+        y = args[0].retract(x.astype(self.dtype)).astype(x.dtype)
+        if x.dtype == self.dtype:
+            return y
+        # Not a pair of casts, which XLA may drop as excess precision.
+        narrow = jnp.finfo(self.dtype)
+        return jax.lax.reduce_precision(y, narrow.nexp, narrow.nmant)
 
 
-def _retract(args, x):
-    return args[0].retract(x)
+SLACK = 1e-9  # Of times, in layers: what rounding may do to a user's dt and ts.
 
 
 def step_times(t0: float, t1: float, dt: float) -> np.ndarray:
@@ -91,19 +125,41 @@ def step_times(t0: float, t1: float, dt: float) -> np.ndarray:
     Computed as t0 + i (t1 - t0) / steps, not by adding dt up: a sum of rounded steps drifts off
     the layer boundaries and evaluates the wrong layer there.
     """
-    if not (np.isfinite(dt) and dt > 0):
-        raise ValueError(f"dt must be positive and finite, got {dt}")
-    if not (np.isfinite(t0) and np.isfinite(t1) and t0 < t1):
-        raise ValueError(f"the span must run forwards, got t0 = {t0}, t1 = {t1}")
     steps = round((t1 - t0) / dt)
-    if steps < 1 or abs(steps * dt - (t1 - t0)) > 1e-9 * (t1 - t0):
+    if steps < 1 or abs(steps * dt - (t1 - t0)) > SLACK * (t1 - t0):
         raise ValueError(f"dt = {dt} does not divide the span from {t0} to {t1}")
-    return t0 + np.arange(steps + 1) * (t1 - t0) / steps
+    times = t0 + np.arange(steps + 1) * (t1 - t0) / steps
+    # A fractional start may still miss a boundary by rounding.
+    layer = np.rint(times)
+    return np.where(np.abs(times - layer) < SLACK, layer, times)
 
 
 def _layer_times(t0: float, t1: float) -> np.ndarray:
     inner = np.arange(np.floor(t0) + 1, np.ceil(t1))
     return np.concatenate([[t0], inner, [t1]])
+
+
+def _saved_times(ts, t0: float, t1: float) -> np.ndarray:
+    if ts is None:
+        return _layer_times(t0, t1)
+    times = np.asarray(ts, np.float64)
+    if times.ndim != 1 or times.size == 0 or not np.all(np.diff(times) > 0):
+        raise ValueError(f"ts must be increasing times, got {ts}")
+    if not (t0 - SLACK <= times[0] and times[-1] <= t1 + SLACK):
+        raise ValueError(f"ts must lie within [{t0}, {t1}], got {times[0]} to {times[-1]}")
+    return np.clip(times, t0, t1)
+
+
+def _stored_steps(grid: np.ndarray, saved: np.ndarray) -> diffrax.SaveAt | None:
+    """How to store states at evenly many steps as they are; None if that takes interpolation."""
+    for start in (0, 1):
+        count = len(saved) - start
+        stride = (len(grid) - 1) // count if count else 0
+        if stride:
+            stored = np.concatenate([grid[:start], grid[stride::stride]])
+            if stored.shape == saved.shape and np.all(np.abs(stored - saved) < SLACK):
+                return diffrax.SaveAt(t0=bool(start), steps=stride)
+    return None
 
 
 def simulate(
@@ -131,24 +187,29 @@ def simulate(
         x0: (tokens, width) the state at t0. Batches are `jax.vmap`.
         solver: None for the flow's own splitting (`LieTrotter()`); `Strang()`; or any Diffrax
             solver, which then integrates the unsplit velocity.
-        dt: the step in layers; it has to divide the span. With an adaptive `stepsize_controller`,
-            the first step.
+        dt: the step in layers; it has to divide the span. A step across a layer boundary, such as
+            0.4, costs methods of higher order their order. With an adaptive
+            `stepsize_controller`, the first step.
         ts: the times of the result, increasing; None for t0, every layer boundary, and t1. A time
             between two steps is interpolated.
-        t0, t1: the span in layers; by default 0 and `flow.depth`.
+        t0, t1: the span in layers, within [0, depth]; by default all of it.
         context: positions and padding, see `Context`.
         adjoint: how to differentiate. None serves forward and reverse mode alike.
         stepsize_controller: an adaptive Diffrax controller, for example
-            `diffrax.PIDController(rtol, atol)`; it is told of the flow's jumps.
+            `diffrax.PIDController(rtol, atol)`, with a solver that estimates its error; it is told
+            of the flow's jumps.
         max_steps: bounds an adaptive solve.
 
     Returns:
         The times, the states at them, and how the solve ended. A solve that fails, for example at
         `max_steps`, returns the states that it reached, infinity for the rest, and its status.
+        Explicit fixed steps do not fail: a state that overflows is returned as the layers compute
+        it, inf or nan, with all steps taken.
 
     Raises:
-        ValueError: a wrong shape of x0, dt <= 0, a dt that does not divide the span, or times
-            outside the span or out of order.
+        ValueError: a wrong shape or type of x0 or the context, dt <= 0, a dt that does not divide
+            the span, a span outside the flow's depth, times outside the span or out of order, or
+            an adaptive controller with a solver that has no error estimate.
     """
     if jnp.ndim(x0) != 2 or jnp.shape(x0)[1] != flow.width or jnp.shape(x0)[0] < 1:
         raise ValueError(
@@ -158,80 +219,104 @@ def simulate(
     x0 = jnp.asarray(x0)
     if not jnp.issubdtype(x0.dtype, jnp.floating):
         raise ValueError(f"x0 must be floating point, got {x0.dtype}")
+    check_context(context, x0.shape[0])
     t0, t1 = float(t0), float(flow.depth if t1 is None else t1)
-    grid = step_times(t0, t1, float(dt)) if stepsize_controller is None else None
-    solver = LieTrotter() if solver is None else solver
-    if isinstance(solver, SplittingSolver) and type(flow).retract is not Flow.retract:
-        solver = replace(solver, retraction=_retract)
-
-    saved = _layer_times(t0, t1) if ts is None else np.asarray(ts, np.float64)
-    if saved.ndim != 1 or saved.size == 0 or np.any(np.diff(saved) <= 0):
-        raise ValueError(f"ts must be increasing times, got {ts}")
-    if saved[0] < t0 or saved[-1] > t1:
-        raise ValueError(f"ts must lie within [{t0}, {t1}], got {saved[0]} to {saved[-1]}")
-
+    if not 0 <= t0 < t1 <= flow.depth:
+        raise ValueError(
+            f"the span must run forwards within [0, {flow.depth}], got t0 = {t0}, t1 = {t1}"
+        )
+    if not (np.isfinite(dt) and dt > 0):
+        raise ValueError(f"dt must be positive and finite, got {dt}")
+    saved = _saved_times(ts, t0, t1)
     time = at_least_float32(x0.dtype)
-    every = 0
-    if grid is not None:
-        stride = (len(grid) - 1) // (len(saved) - 1) if len(saved) > 1 else 0
-        # States at evenly many steps are stored as they are, without interpolation.
-        every = stride if stride and np.array_equal(grid[::stride], saved) else 0
-        if not isinstance(solver, (SplittingSolver, diffrax.Euler)):
-            grid, every = _split_at_jumps(grid, flow.jumps, time), 0
-        adjoint = ScanAdjoint() if adjoint is None else adjoint
+    solver = LieTrotter() if solver is None else solver
+    if isinstance(solver, SplittingSolver) and (
+        time != x0.dtype or type(flow).retract is not Flow.retract
+    ):
+        solver = replace(solver, retraction=_Retraction(x0.dtype))
+
+    stored = first = None
+    last = t1
+    jumps = np.asarray([t for t in flow.jumps if t0 < t < t1], time)
+    at_starts = isinstance(solver, (SplittingSolver, diffrax.Euler))
+    if not at_starts and t1 in flow.jumps:
+        # Runge-Kutta methods evaluate the end of a step; there the next layer has begun.
+        last = np.nextafter(np.asarray(t1, time), np.asarray(-np.inf, time))
+    if stepsize_controller is None:
+        if isinstance(adjoint, diffrax.BacksolveAdjoint):
+            raise ValueError("BacksolveAdjoint needs an adaptive stepsize_controller")
+        grid = step_times(t0, t1, float(dt))
+        if at_starts:
+            stored = _stored_steps(grid, saved)
+        else:
+            grid = _split_at_jumps([*grid[:-1], last], jumps)
+        max_steps = len(grid) - 1
+        stepsize_controller = _Grid(jnp.asarray(grid, time))
+        implicit = isinstance(solver, diffrax.AbstractImplicitSolver)
+        if adjoint is None:
+            adjoint = diffrax.DirectAdjoint() if implicit else ScanAdjoint()
     else:
-        jumps = np.asarray([t for t in flow.jumps if t0 < t < t1])
+        if not isinstance(solver, diffrax.AbstractAdaptiveSolver):
+            raise ValueError(
+                f"{type(solver).__name__} has no error estimate for an adaptive controller"
+            )
         stepsize_controller = diffrax.ClipStepSizeController(
-            stepsize_controller, jump_ts=jnp.asarray(jumps, time)
+            stepsize_controller, jump_ts=jnp.asarray(jumps) if jumps.size else None
         )
         adjoint = diffrax.DirectAdjoint() if adjoint is None else adjoint
+        first = jnp.asarray(dt, time)
+    # Diffrax's modules hold functions too, which are no arguments of a compiled program.
+    leaves, method = jax.tree.flatten((solver, stepsize_controller, adjoint))
+    arrays = [leaf if eqx.is_array(leaf) else None for leaf in leaves]
+    static = tuple(None if eqx.is_array(leaf) else leaf for leaf in leaves)
     return _solve(
         flow,
         x0,
         context,
-        None if grid is None else jnp.asarray(grid, time),
         jnp.asarray(saved, time),
-        jnp.asarray([t0, t1, dt], time),
-        solver,
-        stepsize_controller,
-        adjoint,
-        every=every,
-        max_steps=max_steps if grid is None else len(grid) - 1,
+        jnp.asarray([t0, last], time),
+        first,
+        arrays,
+        method=method,
+        static=static,
+        stored=stored,
+        max_steps=max_steps,
     )
 
 
-def _split_at_jumps(grid: np.ndarray, jumps: tuple[float, ...], dtype) -> np.ndarray:
-    """The grid with each jump t met twice, as the float before t and as t itself.
+def _split_at_jumps(grid: Sequence[float], jumps: np.ndarray) -> np.ndarray:
+    """The grid with each of its jumps t met twice, as the float before t and as t itself.
 
     A Runge-Kutta method evaluates the end of its step; there it must see the layer that ends.
     """
-    grid = grid.astype(dtype)
-    inside = np.asarray([t for t in jumps if grid[0] < t < grid[-1]], grid.dtype)
-    at = np.intersect1d(inside, grid)
-    return np.union1d(grid, np.nextafter(at, np.asarray(-np.inf, grid.dtype)))
+    times = np.asarray(grid, jumps.dtype)
+    at = np.intersect1d(jumps, times)
+    return np.union1d(times, np.nextafter(at, np.asarray(-np.inf, times.dtype)))
 
 
-@functools.partial(jax.jit, static_argnames=("every", "max_steps"))
+@functools.partial(jax.jit, static_argnames=("method", "static", "stored", "max_steps"))
 def _solve(
-    flow, x0, context, grid, saved, span, solver, controller, adjoint, *, every, max_steps
+    flow, x0, context, saved, span, first, arrays, *, method, static, stored, max_steps
 ) -> Trajectory:
+    leaves = [a if s is None else s for a, s in zip(arrays, static)]
+    solver, controller, adjoint = jax.tree.unflatten(method, leaves)
     if isinstance(solver, SplittingSolver):
-        fields = (diffrax.ODETerm(_Field(k)) for k in range(len(flow.splitting)))
-        terms: diffrax.AbstractTerm = diffrax.MultiTerm(*fields)
+        fields = (_VectorField(x0.dtype, k) for k in range(len(flow.splitting)))
+        terms: diffrax.AbstractTerm = diffrax.MultiTerm(*map(diffrax.ODETerm, fields))
     else:
-        terms = diffrax.ODETerm(_Velocity())
+        terms = diffrax.ODETerm(_VectorField(x0.dtype))
     solution = diffrax.diffeqsolve(
         terms,
         solver,
         t0=span[0],
         t1=span[1],
-        dt0=span[2] if grid is None else None,
+        dt0=first,
         y0=x0,
         args=(flow, context),
-        saveat=diffrax.SaveAt(t0=True, steps=every) if every else diffrax.SaveAt(ts=saved),
-        stepsize_controller=diffrax.StepTo(ts=grid) if grid is not None else controller,
+        saveat=diffrax.SaveAt(ts=jnp.minimum(saved, span[1])) if stored is None else stored,
+        stepsize_controller=controller,
         adjoint=adjoint,
         max_steps=max_steps,
         throw=False,
     )
-    return Trajectory(saved, solution.ys, solution.result)
+    return Trajectory(saved, solution.ys.astype(x0.dtype), solution.result)

@@ -13,6 +13,7 @@ ACTIVATIONS = {
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "quick_gelu": "quick_gelu",
@@ -60,7 +61,7 @@ class TransformerConfig:
         embedding_width: width of the token table where a projection to `width` follows it, else 0.
         embedding_scale: factor on the embeddings; `embedding_norm`: a norm on them.
         tied: whether the head is the token table; `head`: "linear", "masked" (dense, activation,
-            norm, decoder) or None; `head_bias`.
+            norm, decoder) or None; `head_bias`; `head_activation`, where it is not `activation`.
         experts, experts_per_token, expert_hidden: the mixture's size, 0 without one;
             `expert_normalize`: whether the chosen experts' weights are rescaled to sum 1;
             `sparse`: which layers are mixtures.
@@ -114,6 +115,7 @@ class TransformerConfig:
     tied: bool = True
     head: str | None = "linear"
     head_bias: bool = False
+    head_activation: str | None = None
     experts: int = 0
     experts_per_token: int = 0
     expert_hidden: int = 0

@@ -98,7 +98,7 @@ def _tensors(
     family: Family, config: TransformerConfig, leaves: dict[str, Any]
 ) -> Iterator[tuple[str, np.ndarray]]:
     for rule in family.rules:
-        if all(path in leaves for path in rule.ours):
+        if _holds(rule, config, leaves):
             for name, index in _places(rule, family, config):
                 parts = tuple(np.asarray(leaves[path][index]) for path in rule.ours)
                 yield name, np.ascontiguousarray(rule.join(parts, config))
@@ -122,12 +122,14 @@ def _matches(name: str, patterns) -> bool:
 def _canonical_names(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
     """The file's tensors by the names of the family's rules.
 
-    Files differ in the bare model's prefix and in old spellings of a norm's weight and bias.
+    Files differ in the bare model's prefix and in spellings.
     """
     bare = not any(name.startswith(family.prefix) for name in checkpoint.shapes)
     names: dict[str, str] = {}
     for name in checkpoint.shapes:
-        canonical = re.sub(r"(?<=\.)gamma$", "weight", re.sub(r"(?<=\.)beta$", "bias", name))
+        canonical = name
+        for pattern, spelling in family.spellings.items():
+            canonical = re.sub(pattern, spelling, canonical)
         if bare and not _matches(canonical, family.head):
             canonical = family.prefix + canonical
         if canonical in names:
@@ -136,6 +138,11 @@ def _canonical_names(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
             )
         names[canonical] = name
     return names
+
+
+def _holds(rule: Rule, config: TransformerConfig, paths) -> bool:
+    """Whether a model of this config has what the rule is about."""
+    return rule.tied in (None, config.tied) and all(path in paths for path in rule.ours)
 
 
 def _places(
@@ -167,8 +174,15 @@ def _plan(
 ) -> list[tuple[str, Rule, tuple[int, ...]]]:
     """Which tensor goes where; every complaint about the file comes before any of it is read."""
     plan, used, missing = [], set(), []
-    for rule in family.rules:
-        if not all(path in shapes for path in rule.ours):
+    instead = [
+        rule
+        for rule in family.instead
+        if _holds(rule, config, shapes)
+        and any(name in names for name, _ in _places(rule, family, config))
+    ]
+    replaced = {path for rule in instead for path in rule.ours}
+    for rule in [*instead, *(r for r in family.rules if not replaced & set(r.ours))]:
+        if not _holds(rule, config, shapes):
             continue
         for name, index in _places(rule, family, config):
             if name not in names:

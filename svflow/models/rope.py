@@ -7,16 +7,21 @@ Facts: Hugging Face transformers 5.24, modeling_rope_utils; Peng et al., "YaRN",
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+if TYPE_CHECKING:
+    from svflow.models.families.base import Keys
+
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary embedding: inverse frequencies base^(-2k/width), k < width/2, and their scaling.
+    """One rotary embedding: inverse frequencies base^(-2k/width), 2k < width, and their scaling.
 
     Arguments:
         width: how many coordinates of a head turn.
@@ -49,8 +54,8 @@ class Rope:
         """
         length = jnp.max(positions) + 1
         if self.kind == "dynamic":
-            stretched = self.factor * length / self.original - (self.factor - 1)
-            stretched = jnp.maximum(stretched, 1).astype(dtype)
+            stretched = self.factor * length.astype(dtype) / self.original - (self.factor - 1)
+            stretched = jnp.maximum(stretched, 1)
             k = jnp.arange(0, self.width, 2).astype(dtype) / self.width
             base = self.base * stretched ** (self.width / (self.width - 2))
             inverse = base ** (-k)
@@ -81,7 +86,7 @@ class Rope:
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, self.width - 1)
             last = last + 0.001 if first == last else last
-            ramp = np.clip((np.arange(self.width // 2) - first) / (last - first), 0, 1)
+            ramp = np.clip((np.arange(len(plain)) - first) / (last - first), 0, 1)
             return plain / self.factor * ramp + plain * (1 - ramp)
         raise ValueError(f"unknown rope kind {self.kind!r}")
 
@@ -96,53 +101,105 @@ def _inverse(base: float, width: int) -> np.ndarray:
     return base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
 
 
-def rope_from_hf(parameters: dict, *, head_width: int, max_positions: int, name: str) -> Rope:
-    """A `Rope` from the `rope_parameters` of a Hugging Face config (one layer type's).
+def flat_rope(
+    keys: Keys, head_width: int, *, base: str = "rope_theta", partial: float | None = None
+) -> Rope:
+    """The one rotary embedding of a model, from either generation of the config's layout.
+
+    Arguments:
+        keys: the config.
+        head_width: the width of one head.
+        base: the key of the base, where it is beside the other parameters.
+        partial: the share of a head that turns, unless the parameters name it; None for families
+            that turn whole heads.
 
     Raises:
-        ValueError: an unknown `rope_type`, or a missing parameter, by name.
+        ValueError: an unknown `rope_type`, or a parameter that is missing or wrong, by name.
     """
-    parameters = dict(parameters)
-    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
-    parameters.pop("type", None)
-    kind = {"su": "longrope"}.get(kind, kind)
-    base = float(parameters.pop("rope_theta"))
-    width = int(head_width * parameters.pop("partial_rotary_factor", 1.0))
-    if width < 2 or width % 2:
-        raise ValueError(f"{name}: rope needs an even number of coordinates, got {width}")
-    original = parameters.pop("original_max_position_embeddings", None)
+    # The older spelling goes first, as in Hugging Face's modeling_rope_utils.
+    given = keys.get("rope_scaling") or keys.get("rope_parameters", {})
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"{keys.family}: this family has one rope for all layer types")
+    parameters = {"rope_theta": keys.get(base), **given}
+    original = keys.get("original_max_position_embeddings")
+    if original is not None:
+        parameters["original_max_position_embeddings"] = original
+    return _rope(keys, parameters, head_width, partial)
 
-    def need(key):
-        if parameters.get(key) is None:
+
+def ropes_by_type(
+    keys: Keys, head_width: int, types: Sequence[str], *, full: float, sliding: float
+) -> dict[str, Any]:
+    """`ropes` and `rope_of` of a model with a rotary embedding per layer type.
+
+    Arguments:
+        keys: the config.
+        head_width: the width of one head.
+        types: the attention type of each layer.
+        full, sliding: the bases of the types, where their parameters have none.
+
+    Raises:
+        ValueError: as `flat_rope`.
+    """
+    nested = keys.get("rope_parameters") or {}
+    wrong = sorted(set(nested) - {"full_attention", "sliding_attention"})
+    if wrong:
+        raise ValueError(
+            f"{keys.family}: 'rope_parameters' are per layer type here, which {wrong} are not"
+        )
+    # The older layout scales the rope of the full-attention layers only.
+    scaling = keys.get("rope_scaling") or {}
+    ropes = (
+        {"rope_theta": full, **(nested.get("full_attention") or {}), **scaling},
+        {"rope_theta": sliding, **(nested.get("sliding_attention") or {})},
+    )
+    if any(parameters.get("truncate") is False for parameters in ropes):
+        raise ValueError(f"{keys.family}: 'truncate' per layer type is not handled")
+    return dict(
+        ropes=tuple(_rope(keys, parameters, head_width, None) for parameters in ropes),
+        rope_of=tuple(int(t == "sliding_attention") for t in types),
+    )
+
+
+def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | None) -> Rope:
+    name = keys.family
+    max_positions = keys.size("max_position_embeddings")
+    parameters = {key: value for key, value in given.items() if value is not None}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+
+    def need(key: str) -> float:
+        if key not in parameters:
             raise ValueError(f"{name}: rope_type {kind!r} needs {key!r}")
-        return parameters[key]
+        if type(parameters[key]) not in (int, float):
+            raise ValueError(f"{name}: {key!r} must be a number, got {parameters[key]!r}")
+        return float(parameters[key])
 
+    base = need("rope_theta")
+    share = parameters.get("partial_rotary_factor", 1.0 if partial is None else partial)
+    if partial is None and share != 1:
+        raise ValueError(f"{name}: partial_rotary_factor = {share} is not for this family")
+    width = int(head_width * share)
+    pairs = (width + 1) // 2  # an odd part of a head is rounded up to whole planes
+    if width < 1 or 2 * pairs > head_width:
+        raise ValueError(f"{name}: rope turns pairs of coordinates, got {width} of {head_width}")
+    original = int(parameters.get("original_max_position_embeddings", max_positions))
     if kind == "default":
         return Rope(width, base)
     if kind == "linear":
-        return Rope(width, base, kind, float(need("factor")))
+        return Rope(width, base, kind, need("factor"))
     if kind == "dynamic":
-        return Rope(width, base, kind, float(need("factor")), max_positions)
+        return Rope(width, base, kind, need("factor"), max_positions)
     if kind == "llama3":
-        return Rope(
-            width,
-            base,
-            kind,
-            float(need("factor")),
-            int(original or max_positions),
-            low=float(need("low_freq_factor")),
-            high=float(need("high_freq_factor")),
-        )
+        low, high = need("low_freq_factor"), need("high_freq_factor")
+        return Rope(width, base, kind, need("factor"), original, low=low, high=high)
+    if kind not in ("yarn", "longrope"):
+        raise ValueError(f"{name}: unknown rope_type {kind!r}")
+    factor = need("factor") if "factor" in parameters else max_positions / original
+    amplitude = parameters.get("attention_factor")
     if kind == "yarn":
-        original = int(original or max_positions)
-        factor = float(need("factor"))
-        amplitude = parameters.get("attention_factor")
         scale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        if amplitude is None:
-            if scale and all_dim:
-                amplitude = _yarn_scale(factor, scale) / _yarn_scale(factor, all_dim)
-            else:
-                amplitude = _yarn_scale(factor, 1)
+        if amplitude is None and scale and all_dim:
+            amplitude = _yarn_scale(factor, scale) / _yarn_scale(factor, all_dim)
         return Rope(
             width,
             base,
@@ -152,23 +209,24 @@ def rope_from_hf(parameters: dict, *, head_width: int, max_positions: int, name:
             low=float(parameters.get("beta_slow") or 1),
             high=float(parameters.get("beta_fast") or 32),
             truncate=bool(parameters.get("truncate", True)),
-            amplitude=float(amplitude),
+            amplitude=float(_yarn_scale(factor, 1) if amplitude is None else amplitude),
         )
-    if kind == "longrope":
-        original = int(original or max_positions)
-        factor = parameters.get("factor") or max_positions / original
-        amplitude = parameters.get("attention_factor")
-        if amplitude is None:
-            amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        short = tuple(map(float, need("short_factor")))
-        long = tuple(map(float, need("long_factor")))
-        for key, factors in (("short_factor", short), ("long_factor", long)):
-            if len(factors) != width // 2:
-                raise ValueError(f"{name}: {key!r} needs {width // 2} factors, got {len(factors)}")
-        return Rope(
-            width, base, kind, original=original, amplitude=float(amplitude), short=short, long=long
-        )
-    raise ValueError(f"{name}: unknown rope_type {kind!r}")
+    if amplitude is None:
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = {}
+    for key in ("short_factor", "long_factor"):
+        factors[key] = tuple(map(float, parameters.get(key, ())))
+        if len(factors[key]) != pairs:
+            raise ValueError(f"{name}: {key!r} needs {pairs} factors, got {len(factors[key])}")
+    return Rope(
+        width,
+        base,
+        kind,
+        original=original,
+        amplitude=float(amplitude),
+        short=factors["short_factor"],
+        long=factors["long_factor"],
+    )
 
 
 def _yarn_scale(factor: float, scale: float) -> float:

@@ -206,6 +206,10 @@ class TransformerFlow(Flow):
         names = ("attention", "feed_forward")
         return (names,) if self.config.parallel else tuple((name,) for name in names)
 
+    @property
+    def centered(self) -> bool:
+        return self.config.norm == "layer"
+
     def branch(self, name, t, x, context=None):
         index, part = self._time(t)
         if name == "attention":
@@ -264,11 +268,11 @@ class TransformerFlow(Flow):
         layer = self._pick("attention", index, part)
         y = self._pre("attention_norm", index, part, x)
         q, k, v = layer.query(y), layer.key(y), layer.value(y)
+        if config.query_key_norm == "full":
+            q, k = layer.query_norm(q), layer.key_norm(k)
         clip = config.projection_clip
         if clip is not None:
             q, k, v = (jnp.clip(a, -clip, clip) for a in (q, k, v))
-        if config.query_key_norm == "full":
-            q, k = layer.query_norm(q), layer.key_norm(k)
         q = q.reshape(tokens, config.heads, config.head_width)
         k = k.reshape(tokens, config.kv_heads, config.head_width)
         v = v.reshape(tokens, config.kv_heads, config.head_width)
@@ -408,7 +412,7 @@ class Head(nnx.Module):
         if self.config.head is None:
             raise ValueError(f"this {self.config.family} checkpoint has no head: no logits")
         if self.dense is not None:
-            x = activate(self.config.activation, self.dense(x))
+            x = activate(self.config.head_activation or self.config.activation, self.dense(x))
         if self.norm is not None:
             x = self.norm(x)
         logits = x @ (table if self.kernel is None else self.kernel[...]).T

@@ -6,12 +6,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from svflow.models.families.base import Family
-from svflow.models.families.gpt2 import GPT2
-from svflow.models.families.llama import LLAMA
+from svflow.models.families.bert import ALBERT, BERT, ROBERTA
+from svflow.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from svflow.models.families.gpt2 import GPT2, GPT_NEO
+from svflow.models.families.gpt_neox import GPT_NEOX
+from svflow.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from svflow.models.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from svflow.models.families.olmo import OLMO, OLMO2, OLMO3
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA)
-
-KNOWN = {name: family for family in FAMILIES for name in family.model_types}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        GPT2,
+        GPT_NEO,
+        GPT_NEOX,
+        BERT,
+        ROBERTA,
+        ALBERT,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        OLMO,
+        OLMO2,
+        OLMO3,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
+    )
+}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -19,9 +45,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
     name = config.get("model_type")
     if name is None:
         raise ValueError("the config has no 'model_type'")
-    if name not in KNOWN:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if name == "gemma3":
         raise ValueError(
-            f"unknown architecture {name!r} ({config.get('architectures')}); "
-            f"svflow reads {', '.join(sorted(KNOWN))}"
+            "'gemma3' is a multimodal checkpoint: svflow reads its text model only where it was "
+            "saved by itself, as model_type 'gemma3_text'"
         )
-    return KNOWN[name]
+    if str(name).startswith(("gemma3n", "gemma4")):
+        raise ValueError(
+            f"{name!r} is not supported: of the Gemmas, svflow reads 1, 2 and 3 (text)"
+        )
+    raise ValueError(
+        f"unknown architecture {name!r} ({config.get('architectures')}); "
+        f"svflow reads {', '.join(sorted(FAMILIES))}"
+    )

@@ -27,17 +27,19 @@ class Rule:
         ours: paths in `Transformer`; under `flow.layers` without the leading block (and expert).
         split: from the tensor to our parameters, in the order of `ours`.
         join: back.
+        tied: where not None, the rule holds only for models whose head is (not) tied.
     """
 
     hf: str
     ours: tuple[str, ...]
     split: Callable[[np.ndarray, TransformerConfig], Arrays]
     join: Callable[[Arrays, TransformerConfig], np.ndarray]
+    tied: bool | None = None
 
 
-def same(hf: str, ours: str) -> Rule:
+def same(hf: str, ours: str, tied: bool | None = None) -> Rule:
     """The tensor is the parameter."""
-    return Rule(hf, (ours,), lambda a, c: (a,), lambda a, c: a[0])
+    return Rule(hf, (ours,), lambda a, c: (a,), lambda a, c: a[0], tied)
 
 
 def transposed(hf: str, ours: str) -> Rule:
@@ -63,28 +65,35 @@ class Family:
     """A family of checkpoints.
 
     Arguments:
-        model_types: the `model_type`s it reads.
+        model_type: the `model_type` it reads.
         read: its config reader.
-        rules: its key map.
+        defaults: what Hugging Face's config class takes for a key that a file leaves out.
+        rules: its key map, as files are written.
         prefix: what every name of the bare model begins with, left out in some files.
         layer: the prefix of one block's tensors.
+        instead: rules of another layout; where the file has their tensors, they take the place of
+            those in `rules` for the same parameters.
+        spellings: patterns in the names of some files and how `rules` spell them.
         unused: patterns of tensors that do not take part in the forward pass (buffers, poolers).
         copies: names of tensors that repeat another one, and that one's name.
         head: patterns of the head's own tensors.
     """
 
-    model_types: tuple[str, ...]
+    model_type: str
     read: Callable[[Keys], dict[str, Any]]
+    defaults: Mapping[str, Any]
     rules: Sequence[Rule]
     prefix: str
     layer: Callable[[TransformerConfig, int], str]
+    instead: Sequence[Rule] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
-    head: tuple[str, ...] = ()
+    head: tuple[str, ...] = (r"lm_head\..*",)
 
     def config(self, hf: Mapping[str, Any], has_head: bool = True) -> TransformerConfig:
         """The family's reading of a Hugging Face config."""
-        keys = Keys(hf)
+        keys = Keys(hf, self.defaults)
         fields = self.read(keys)
         keys.refuse_the_rest()
         if not has_head:
@@ -99,7 +108,7 @@ class Family:
         )
         fields = {"kv_heads": fields["heads"], "norm": "layer", **per_layer, **fields}
         return TransformerConfig(
-            family=hf["model_type"], source=json.dumps(hf, sort_keys=True), **fields
+            family=self.model_type, source=json.dumps(hf, sort_keys=True), **fields
         )
 
 
@@ -110,61 +119,85 @@ class Keys:
     is refused by name; any other key passes, as it does there.
     """
 
-    # Keys that change the forward pass of some of these families, and the values that leave it
-    # as it is. What a family handles it asks for, and then the entry here does not apply.
+    # Keys that Hugging Face heeds in whatever family they are found, and the values that leave the
+    # forward pass as it is. What a family handles it asks for; then the entry here does not apply.
     REFUSED: Mapping[str, tuple[Any, ...]] = {
         "add_cross_attention": (False, None),
-        "is_decoder": (False, None),
+        "is_causal": (True, None),
         "is_encoder_decoder": (False, None),
+        "partial_rotary_factor": (None, 1, 1.0),
+        "per_layer_config": ({}, None),
         "position_embedding_type": ("absolute", None),
         "pruned_heads": ({}, None),
         "quantization_config": (None,),
         "use_bidirectional_attention": (False, None),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "qkv_bias": (True, None),
-        "use_qk_norm": (False, None),
-        "clip_qkv": (None,),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "logit_scale": (None, 1, 1.0),
-        "embedding_multiplier": (None, 1, 1.0),
-        "partial_rotary_factor": (None, 1, 1.0),
-        "rope_scaling": (None,),
-        "sliding_window": (None,),
-        "layer_types": (None,),
-        "auto_map": (None,),
-        "adapters": (None,),
     }
 
-    def __init__(self, config: Mapping[str, Any]):
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self.config = {**defaults, **config}
         self.family = config.get("model_type")
         self._asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; `default` where it is absent or null."""
+        """The value of a key; `default` where it is null, or absent and without a default."""
         self._asked.add(key)
         value = self.config.get(key)
         return default if value is None else value
 
-    def need(self, key: str) -> Any:
-        """The value of a key that has to be there."""
-        value = self.get(key)
+    def size(self, key: str, default: int | None = None) -> int:
+        """The value of a key that has to be a positive integer."""
+        value = self.get(key, default)
         if value is None:
             raise ValueError(f"{self.family}: the config has no {key!r}")
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{self.family}: {key!r} must be a positive integer, got {value!r}")
         return value
 
-    def activation(self, key: str, default: str) -> str:
+    def number(self, key: str) -> float:
+        """The value of a key that has to be a positive number."""
+        value = self.get(key)
+        if type(value) not in (int, float) or not value > 0:
+            raise ValueError(f"{self.family}: {key!r} must be a positive number, got {value!r}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """The value of a key that has to be true or false; false where it is absent."""
+        self._asked.add(key)
+        value = self.config.get(key, False)
+        if type(value) is not bool:
+            raise ValueError(f"{self.family}: {key!r} must be true or false, got {value!r}")
+        return value
+
+    def quotient(self, width: int, heads: int) -> int:
+        """The width of one head where the config has no word of its own for it."""
+        if width % heads:
+            raise ValueError(f"{self.family}: the width {width} is not a multiple of {heads} heads")
+        return width // heads
+
+    def activation(self, key: str) -> str:
         """The value of an activation's key, in our names."""
-        name = self.get(key, default)
+        name = self.get(key)
         if name not in ACTIVATIONS:
             raise ValueError(f"{self.family}: unknown activation {key} = {name!r}")
         return ACTIVATIONS[name]
 
-    def ignore(self, *keys: str) -> None:
-        """These keys do not change this family's result."""
-        self._asked.update(keys)
+    def layer_types(self, depth: int, default: Sequence[str] | None = None) -> list[str]:
+        """The attention type of each layer: "full_attention" or "sliding_attention"."""
+        types = self.get("layer_types", default)
+        # "attention" is an older spelling: transformers 5.24, configuration_utils.
+        types = ["full_attention" if t == "attention" else t for t in types]
+        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise ValueError(f"{self.family}: unknown types {unknown} in 'layer_types'")
+        if len(types) != depth:
+            raise ValueError(
+                f"{self.family}: 'layer_types' has {len(types)} entries for {depth} layers"
+            )
+        return types
+
+    def windows(self, types: Sequence[str]) -> tuple[int, ...]:
+        """The window of each layer: `sliding_window` where its attention slides, 0 elsewhere."""
+        return tuple(self.size("sliding_window") if t == "sliding_attention" else 0 for t in types)
 
     def refuse_the_rest(self) -> None:
         """Raises ValueError for a key that changes the result and that nothing asked for."""

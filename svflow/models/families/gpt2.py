@@ -1,30 +1,35 @@
-"""GPT-2. Facts: Hugging Face transformers 5.24, modeling_gpt2."""
+"""GPT-2 and GPT-Neo.
+
+Facts: Hugging Face transformers 5.24, modeling_gpt2 and modeling_gpt_neo.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from svflow.models.families.base import Family, Keys, Rule, norm, same
+from svflow.models.families.base import Family, Keys, Rule, linear, norm, same, transposed
 
 QKV = tuple(f"flow.layers.attention.{name}" for name in ("query", "key", "value"))
 
 
-def _read(keys: Keys) -> dict:
-    width, depth, heads = keys.need("n_embd"), keys.need("n_layer"), keys.need("n_head")
-    head_width = width // heads
-    scale = head_width**-0.5 if keys.get("scale_attn_weights", True) else 1.0
-    by_layer = keys.get("scale_attn_by_inverse_layer_idx", False)
+def _read_gpt2(keys: Keys) -> dict:
+    width, depth, heads = keys.size("n_embd"), keys.size("n_layer"), keys.size("n_head")
+    head_width = keys.quotient(width, heads)
+    scale = head_width**-0.5 if keys.flag("scale_attn_weights") else 1.0
+    by_layer = keys.flag("scale_attn_by_inverse_layer_idx")
     return dict(
-        vocab_size=keys.need("vocab_size"),
+        vocab_size=keys.size("vocab_size"),
         width=width,
         depth=depth,
         heads=heads,
         head_width=head_width,
-        hidden=keys.get("n_inner", 4 * width),
-        activation=keys.activation("activation_function", "gelu_new"),
+        hidden=keys.size("n_inner", 4 * width),
+        activation=keys.activation("activation_function"),
         gated=False,
         causal=True,
-        norm_eps=keys.get("layer_norm_epsilon", 1e-5),
+        norm_eps=keys.number("layer_norm_epsilon"),
         norm_bias=True,
         placement="pre",
         scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(depth)),
@@ -32,10 +37,45 @@ def _read(keys: Keys) -> dict:
         value_bias=True,
         output_bias=True,
         hidden_bias=True,
-        positions=keys.get("n_positions", 1024),
-        tied=keys.get("tie_word_embeddings", True),
-        initializer_range=keys.get("initializer_range", 0.02),
+        positions=keys.size("n_positions"),
+        tied=keys.flag("tie_word_embeddings"),
+        initializer_range=keys.number("initializer_range"),
         residual_init_scale=(2 * depth) ** -0.5,
+    )
+
+
+# GPT-Neo's projections of queries, keys and values have no bias, and its scores no scale.
+def _read_gpt_neo(keys: Keys) -> dict:
+    width, depth, heads = keys.size("hidden_size"), keys.size("num_layers"), keys.size("num_heads")
+    types = keys.get("attention_layers")
+    if types is None:
+        pairs = keys.get("attention_types")
+        types = [kind for kinds, times in pairs for kind in list(kinds) * times]
+    unknown = sorted({str(t) for t in types} - {"global", "local"})
+    if unknown:
+        raise ValueError(f"{keys.family}: unknown attention types {unknown}")
+    if len(types) != depth:
+        raise ValueError(f"{keys.family}: {len(types)} attention types for {depth} layers")
+    return dict(
+        vocab_size=keys.size("vocab_size"),
+        width=width,
+        depth=depth,
+        heads=heads,
+        head_width=keys.quotient(width, heads),
+        hidden=keys.size("intermediate_size", 4 * width),
+        activation=keys.activation("activation_function"),
+        gated=False,
+        causal=True,
+        norm_eps=keys.number("layer_norm_epsilon"),
+        norm_bias=True,
+        placement="pre",
+        scales=(1.0,) * depth,
+        windows=tuple(keys.size("window_size") if t == "local" else 0 for t in types),
+        output_bias=True,
+        hidden_bias=True,
+        positions=keys.size("max_position_embeddings"),
+        tied=keys.flag("tie_word_embeddings"),
+        initializer_range=keys.number("initializer_range"),
     )
 
 
@@ -53,25 +93,61 @@ def _fused(hf: str, part: str) -> Rule:
     )
 
 
-GPT2 = Family(
-    model_types=("gpt2",),
-    read=_read,
+OUTER_RULES = [
+    same("transformer.wte.weight", "embedding.tokens"),
+    same("transformer.wpe.weight", "embedding.positions"),
+    *norm("{layer}.ln_1", "flow.layers.attention_norm"),
+    *norm("{layer}.ln_2", "flow.layers.hidden_norm"),
+    *norm("transformer.ln_f", "head.norm"),
+    same("lm_head.weight", "head.kernel"),
+]
+
+SHARED: dict[str, Any] = dict(
     prefix="transformer.",
     layer=lambda config, block: f"transformer.h.{block}",
+    unused=(r".*\.attn\.(attention\.)?(bias|masked_bias)",),
+    copies={"lm_head.weight": "transformer.wte.weight"},
+)
+
+DEFAULTS: dict[str, Any] = dict(
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    initializer_range=0.02,
+    tie_word_embeddings=True,
+)
+
+GPT2 = Family(
+    model_type="gpt2",
+    read=_read_gpt2,
+    defaults={**DEFAULTS, "n_positions": 1024, "scale_attn_weights": True},
     rules=[
-        same("transformer.wte.weight", "embedding.tokens"),
-        same("transformer.wpe.weight", "embedding.positions"),
-        *norm("{layer}.ln_1", "flow.layers.attention_norm"),
+        *OUTER_RULES,
         _fused("{layer}.attn.c_attn.weight", "kernel"),
         _fused("{layer}.attn.c_attn.bias", "bias"),
         *_conv1d("{layer}.attn.c_proj", "flow.layers.attention.output"),
-        *norm("{layer}.ln_2", "flow.layers.hidden_norm"),
         *_conv1d("{layer}.mlp.c_fc", "flow.layers.feed_forward.up"),
         *_conv1d("{layer}.mlp.c_proj", "flow.layers.feed_forward.down"),
-        *norm("transformer.ln_f", "head.norm"),
-        same("lm_head.weight", "head.kernel"),
     ],
-    unused=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
-    copies={"lm_head.weight": "transformer.wte.weight"},
-    head=(r"lm_head\..*",),
+    **SHARED,
+)
+
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    read=_read_gpt_neo,
+    defaults={
+        **DEFAULTS,
+        "max_position_embeddings": 2048,
+        "attention_types": [[["global", "local"], 12]],
+        "window_size": 256,
+    },
+    rules=[
+        *OUTER_RULES,
+        transposed("{layer}.attn.attention.q_proj.weight", f"{QKV[0]}.kernel"),
+        transposed("{layer}.attn.attention.k_proj.weight", f"{QKV[1]}.kernel"),
+        transposed("{layer}.attn.attention.v_proj.weight", f"{QKV[2]}.kernel"),
+        *linear("{layer}.attn.attention.out_proj", "flow.layers.attention.output"),
+        *linear("{layer}.mlp.c_fc", "flow.layers.feed_forward.up"),
+        *linear("{layer}.mlp.c_proj", "flow.layers.feed_forward.down"),
+    ],
+    **SHARED,
 )

@@ -1,6 +1,7 @@
-"""Llama and the models laid out like it.
+"""Llama and the models laid out like it: Mistral, Qwen2 and Qwen3.
 
-Facts: Hugging Face transformers 5.24, modeling_llama.
+Facts: Hugging Face transformers 5.24, modeling_llama, modeling_mistral, modeling_qwen2 and
+modeling_qwen3.
 """
 
 from __future__ import annotations
@@ -8,71 +9,104 @@ from __future__ import annotations
 from typing import Any
 
 from svflow.models.families.base import Family, Keys, linear, norm, same
-from svflow.models.rope import rope_from_hf
+from svflow.models.rope import flat_rope
 
 
-def rope_parameters(keys: Keys, *, base: float) -> dict:
-    """A config's rope parameters in the newer spelling, from either generation of the layout."""
-    new = keys.get("rope_parameters")
-    old = keys.get("rope_scaling") or {}
-    theta = keys.get("rope_theta", base)
-    partial = keys.get("partial_rotary_factor", 1.0)
-    original = keys.get("original_max_position_embeddings")
-    parameters = {"rope_theta": theta, "partial_rotary_factor": partial, **(new or old)}
-    if original is not None:
-        parameters["original_max_position_embeddings"] = original
-    return parameters
+def read_llama(keys: Keys, *, rope: bool = True, bias: bool | None = None) -> dict:
+    """What every model of this layout has in its config.
 
-
-def read_llama(keys: Keys) -> dict:
-    """What every model of this layout has in its config."""
+    Arguments:
+        keys: the config.
+        rope: whether all layers have one rotary embedding, read here.
+        bias: of the attention's projections; None reads `attention_bias`.
+    """
     width, depth, heads = (
-        keys.need("hidden_size"),
-        keys.need("num_hidden_layers"),
-        keys.need("num_attention_heads"),
+        keys.size("hidden_size"),
+        keys.size("num_hidden_layers"),
+        keys.size("num_attention_heads"),
     )
-    head_width = keys.get("head_dim", width // heads)
-    bias = keys.get("attention_bias", False)
-    rope = rope_from_hf(
-        rope_parameters(keys, base=10000.0),
-        head_width=head_width,
-        max_positions=keys.get("max_position_embeddings", 2048),
-        name=str(keys.family),
-    )
+    given = keys.get("head_dim") is not None
+    head_width = keys.size("head_dim") if given else keys.quotient(width, heads)
+    bias = keys.flag("attention_bias") if bias is None else bias
     return dict(
-        vocab_size=keys.need("vocab_size"),
+        vocab_size=keys.size("vocab_size"),
         width=width,
         depth=depth,
         heads=heads,
-        kv_heads=keys.get("num_key_value_heads", heads),
+        kv_heads=keys.size("num_key_value_heads", heads),
         head_width=head_width,
-        hidden=keys.need("intermediate_size"),
-        activation=keys.activation("hidden_act", "silu"),
+        hidden=keys.size("intermediate_size"),
+        activation=keys.activation("hidden_act"),
         gated=True,
         causal=True,
         norm="rms",
-        norm_eps=keys.get("rms_norm_eps", 1e-6),
+        norm_eps=keys.number("rms_norm_eps"),
         placement="pre",
-        ropes=(rope,),
+        ropes=(flat_rope(keys, head_width),) if rope else (),
         query_key_bias=bias,
         value_bias=bias,
         output_bias=bias,
-        hidden_bias=keys.get("mlp_bias", False),
-        tied=keys.get("tie_word_embeddings", False),
-        initializer_range=keys.get("initializer_range", 0.02),
+        tied=keys.flag("tie_word_embeddings"),
+        initializer_range=keys.number("initializer_range"),
     )
 
 
-LAYER_RULES = [
-    *norm("{layer}.input_layernorm", "flow.layers.attention_norm"),
+def one_window(keys: Keys, depth: int) -> tuple[int, ...]:
+    """The same window in every layer, or none where `sliding_window` is null."""
+    slides = keys.get("sliding_window") is not None
+    return keys.windows(["sliding_attention" if slides else "full_attention"] * depth)
+
+
+def _read_llama(keys: Keys) -> dict:
+    return {**read_llama(keys), "hidden_bias": keys.flag("mlp_bias")}
+
+
+def _read_mistral(keys: Keys) -> dict:
+    fields = read_llama(keys, bias=False)
+    # With layer types Hugging Face takes the model for a Ministral: configuration_auto.
+    if keys.get("layer_types") is not None:
+        return {**fields, "windows": keys.windows(keys.layer_types(fields["depth"]))}
+    return {**fields, "windows": one_window(keys, fields["depth"])}
+
+
+def _qwen_windows(keys: Keys, depth: int) -> tuple[int, ...]:
+    if not keys.flag("use_sliding_window"):
+        keys.config["sliding_window"] = None
+    slides = keys.get("sliding_window") is not None
+    first = keys.get("max_window_layers") if slides else depth
+    default = ["full_attention" if i < first else "sliding_attention" for i in range(depth)]
+    return keys.windows(keys.layer_types(depth, default))
+
+
+def _read_qwen2(keys: Keys) -> dict:
+    fields = read_llama(keys, bias=True)
+    return {**fields, "output_bias": False, "windows": _qwen_windows(keys, fields["depth"])}
+
+
+def _read_qwen3(keys: Keys) -> dict:
+    fields = read_llama(keys)
+    windows = _qwen_windows(keys, fields["depth"])
+    return {**fields, "query_key_norm": "head", "windows": windows}
+
+
+ATTENTION_RULES = [
     *linear("{layer}.self_attn.q_proj", "flow.layers.attention.query"),
     *linear("{layer}.self_attn.k_proj", "flow.layers.attention.key"),
     *linear("{layer}.self_attn.v_proj", "flow.layers.attention.value"),
     *linear("{layer}.self_attn.o_proj", "flow.layers.attention.output"),
-    *norm("{layer}.post_attention_layernorm", "flow.layers.hidden_norm"),
+    same("{layer}.self_attn.q_norm.weight", "flow.layers.attention.query_norm.weight"),
+    same("{layer}.self_attn.k_norm.weight", "flow.layers.attention.key_norm.weight"),
+]
+
+DENSE_RULES = [
     *linear("{layer}.mlp.gate_proj", "flow.layers.feed_forward.gate"),
     *linear("{layer}.mlp.up_proj", "flow.layers.feed_forward.up"),
     *linear("{layer}.mlp.down_proj", "flow.layers.feed_forward.down"),
+]
+
+NORM_RULES = [
+    *norm("{layer}.input_layernorm", "flow.layers.attention_norm"),
+    *norm("{layer}.post_attention_layernorm", "flow.layers.hidden_norm"),
 ]
 
 OUTER_RULES = [
@@ -81,14 +115,52 @@ OUTER_RULES = [
     same("lm_head.weight", "head.kernel"),
 ]
 
+# What all families of this layout share but for their norms.
+COMMON_RULES = [*OUTER_RULES, *ATTENTION_RULES, *DENSE_RULES]
+
 SHARED: dict[str, Any] = dict(
     prefix="model.",
     layer=lambda config, block: f"model.layers.{block}",
     unused=(r".*\.rotary_emb\.inv_freq",),
     copies={"lm_head.weight": "model.embed_tokens.weight"},
-    head=(r"lm_head\..*",),
 )
 
-LLAMA = Family(
-    model_types=("llama",), read=read_llama, rules=[*OUTER_RULES, *LAYER_RULES], **SHARED
+DEFAULTS: dict[str, Any] = dict(
+    hidden_act="silu",
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    initializer_range=0.02,
+)
+
+MISTRAL_DEFAULTS: dict[str, Any] = {
+    **DEFAULTS,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+}
+
+QWEN_DEFAULTS: dict[str, Any] = {
+    **DEFAULTS,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+
+
+def _family(model_type: str, read, **defaults) -> Family:
+    rules = [*COMMON_RULES, *NORM_RULES]
+    return Family(model_type=model_type, read=read, defaults=defaults, rules=rules, **SHARED)
+
+
+LLAMA = _family("llama", _read_llama, **DEFAULTS, mlp_bias=False)
+MISTRAL = _family("mistral", _read_mistral, **MISTRAL_DEFAULTS, sliding_window=4096)
+QWEN2 = _family("qwen2", _read_qwen2, **QWEN_DEFAULTS, num_key_value_heads=32, max_window_layers=28)
+QWEN3 = _family(
+    "qwen3",
+    _read_qwen3,
+    **QWEN_DEFAULTS,
+    num_key_value_heads=32,
+    head_dim=128,
+    max_window_layers=28,
 )

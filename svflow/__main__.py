@@ -1,0 +1,194 @@
+"""`python -m svflow`: the portrait of a model's dynamics, as a table, a page and a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from svflow import report
+from svflow.data import PASSAGE, default_model_path
+from svflow.models.loading import load
+from svflow.models.tokenizer import load_tokenizer
+from svflow.models.transformer import Transformer
+from svflow.portrait import portrait
+
+FILES = ("index.html", "portrait.json", *(f"{key}.png" for key in report.MEASURES))
+"""Every name that is written; nothing else in the folder is touched."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; 0, or 2 for bad input, or 130 when interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        _run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"svflow: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("svflow: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="svflow",
+        description="The portrait of a transformer's dynamics on one text: a table by layer, "
+        "an HTML page with figures, and every number as JSON.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a folder with config.json and weights, a .gguf file, or a Hugging Face hub id; "
+        "by default the small model that comes with svflow",
+    )
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--text",
+        help="the text, by default a built-in passage; no begin-of-text token is added, but "
+        "special tokens that are written out, such as <s>, are recognised",
+    )
+    given.add_argument(
+        "--ids", help="token ids instead of a text, separated by commas: needs no tokenizer"
+    )
+    parser.add_argument("--out", default="portrait", type=Path, help="folder (default: portrait)")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="cut the text to its first N tokens"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "float64", "bfloat16", "float16"),
+        help="of weights and states (default: float32)",
+    )
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.max_tokens is not None and arguments.max_tokens < 2:
+        raise ValueError(f"--max-tokens must be at least 2, got {arguments.max_tokens}")
+    with _publish(arguments.out) as scratch:
+        if arguments.dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        source = default_model_path() if arguments.model is None else arguments.model
+        text, ids, pieces = _tokens(source, arguments)
+        model = load(source, dtype=jnp.dtype(arguments.dtype))
+        ids, cut_from = _fit(model, ids, arguments.max_tokens)
+        bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
+        found = portrait(model, ids, progress=bar)
+        doc = report.document(
+            found,
+            model,
+            ids,
+            name=_name(arguments.model),
+            text=text,
+            pieces=pieces[: len(ids)],
+            cut_from=cut_from,
+        )
+        light, dark = report.pictures(doc, "light"), report.pictures(doc, "dark")
+        for key, png in light.items():
+            (scratch / f"{key}.png").write_bytes(png)
+        (scratch / "portrait.json").write_text(
+            json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        (scratch / "index.html").write_text(report.page(doc, light, dark), encoding="utf-8")
+    config = model.config
+    print(
+        f"{doc['model']['name']}: {config.family}, {config.depth} layers, width {config.width}, "
+        f"{len(ids)} tokens, {arguments.dtype} on {doc['device']}\n\n{report.table(doc)}\n\n"
+        f"{arguments.out / 'index.html'}, portrait.json and {len(light)} figures"
+    )
+
+
+def _name(model: str | None) -> str:
+    if model is None:
+        return "svflow's default model"
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    return path.stem if path.is_file() else path.resolve().name
+
+
+def _tokens(source, arguments) -> tuple[str | None, np.ndarray, list[str]]:
+    """The text (None for ids), its ids, and a readable piece for each."""
+    if arguments.ids is not None:
+        if not re.fullmatch(r"\s*-?\d+(\s*[,\s]\s*-?\d+)*\s*", arguments.ids):
+            raise ValueError(f"--ids are integers separated by commas, got {arguments.ids!r}")
+        numbers = [int(word) for word in re.findall(r"-?\d+", arguments.ids)]
+        if max(map(abs, numbers)) >= 2**31:
+            raise ValueError(f"id {max(numbers, key=abs)} is outside every vocabulary")
+        return None, np.array(numbers, np.int32), [str(number) for number in numbers]
+    text = PASSAGE if arguments.text is None else arguments.text
+    if not text.strip():
+        raise ValueError("the text is empty")
+    try:
+        tokenizer = load_tokenizer(source)
+    except FileNotFoundError as error:
+        if not Path(source).expanduser().exists():
+            raise
+        raise FileNotFoundError(f"{error}; or give token ids with --ids") from error
+    ids = tokenizer.encode(text)
+    return text, ids, tokenizer.tokens(ids)
+
+
+def _fit(model: Transformer, ids: np.ndarray, most: int | None) -> tuple[np.ndarray, int | None]:
+    """The ids that fit, and how many there were if they were cut."""
+    config = model.config
+    room = config.hf.get("max_position_embeddings")
+    if config.positions:
+        room = config.positions - config.position_offset
+    if most is not None and len(ids) > most:
+        print(f"svflow: {len(ids)} tokens, cut to the first {most}", file=sys.stderr)
+        ids, cut_from = ids[:most], len(ids)
+    else:
+        cut_from = None
+    if room is not None and len(ids) > room:
+        raise ValueError(
+            f"{len(ids)} tokens, but the model has {room} positions; --max-tokens {room} cuts the "
+            "text"
+        )
+    return ids, cut_from
+
+
+@contextlib.contextmanager
+def _publish(out: Path) -> Iterator[Path]:
+    """A folder to write into; its files go to `out` together once the block has ended well.
+
+    Files of ours that are there already are replaced, or removed where this run has none by that
+    name: an old figure must not stand beside new ones.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, not a folder")
+    fresh = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=out) as scratch:
+            yield Path(scratch)
+            for name in FILES:
+                new = Path(scratch, name)
+                if new.exists():
+                    os.replace(new, out / name)
+                else:
+                    (out / name).unlink(missing_ok=True)
+    except BaseException:
+        if fresh:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

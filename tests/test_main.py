@@ -1,0 +1,341 @@
+"""`python -m svflow`: what it prints, what it writes, and how it ends."""
+
+# ruff: noqa: RUF001
+
+import base64
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, pre_tokenizers, trainers
+
+import svflow as sv
+import svflow.__main__ as command
+from svflow import report
+from svflow.data import PASSAGE
+from svflow.portrait import Portrait, portrait, summary
+
+DATA = Path(__file__).parent / "data"
+LLAMA, ALBERT = DATA / "golden" / "llama", DATA / "real" / "rxnmapper_albert"
+TEXT = "The captain turned the ship <b>north</b> & went below, for there was nothing to see."
+MOLECULE = "12,34,56,34,78,90,12,5"
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """An untrained GPT-2 with a tokenizer, saved."""
+    folder = tmp_path_factory.mktemp("tiny gpt2")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    )
+    config = dict(model_type="gpt2", vocab_size=280, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    config = sv.TransformerConfig.from_hf(config | dict(initializer_range=0.2))
+    sv.save(sv.Transformer(config, rngs=nnx.Rngs(0)), folder)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def run(capsys, *arguments):
+    status = command.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def read(out):
+    doc = json.loads((out / "portrait.json").read_text(encoding="utf-8"))
+    return doc, (out / "index.html").read_text(encoding="utf-8")
+
+
+def check_outputs(out, printed):
+    """What holds for every portrait: the four outputs agree, and the page stands alone."""
+    doc, page = read(out)
+    keys = list(doc["measures"])
+    written = {"index.html", "portrait.json", *(f"{key}.png" for key in keys)}
+    assert {path.name for path in out.iterdir()} == written
+    assert doc["format"] == report.FORMAT
+    for key in keys:
+        png = (out / f"{key}.png").read_bytes()
+        assert png.startswith(b"\x89PNG")
+        assert f'src="data:image/png;base64,{base64.b64encode(png).decode()}"' in page
+        assert report.MEASURES[key].formula in page
+    assert page.count("<source srcset=") == len(keys)
+    bare = re.sub(r'"data:image/png;base64,[A-Za-z0-9+/=]+"', '"data:"', page)
+    assert not re.search(r"https?:|//|@import|url\(|<script|<iframe", bare)
+    assert set(re.findall(r'(?:src|srcset|href)="([^"]*)"', bare)) == {"data:", "data:,"}
+    lines = printed.splitlines()
+    assert max(map(len, lines[:-1])) <= 100  # the last line names the folder
+    start = next(place for place, line in enumerate(lines) if line.startswith("─")) + 1
+    layers = doc["model"]["layers"]
+    table = [line.split() for line in lines[start : start + layers + 1]]
+    shown = [values for *_, values in report.columns(doc)]
+    expected = [[report.number(values[depth]) for values in shown] for depth in range(layers + 1)]
+    assert [row[1:] for row in table] == expected
+    assert [row[0] for row in table] == ["embed", *map(str, range(1, layers + 1))]
+    first_table = page[page.index("<table>") : page.index("</table>")]
+    cells = [
+        [cell.replace("−", "-") for cell in re.findall("<td>(.*?)</td>", row)]
+        for row in re.findall("<tr>(.*?)</tr>", first_table)
+    ]
+    assert [row for row in cells if row] == expected
+    for note in report.notes(doc):
+        assert html.escape(note) in page
+        assert note in " ".join(printed.split())
+    for fact in (
+        doc["model"]["name"],
+        doc["model"]["dtype"],
+        doc["device"],
+        f"{len(doc['ids'])} tokens",
+    ):
+        assert html.escape(fact) in page
+        assert fact in printed
+    for library, version in doc["versions"].items():
+        assert version is None or f"{library} {version}" in page
+    return doc, page
+
+
+def test_gpt2(gpt2, tmp_path, capsys):
+    out = tmp_path / "a" / "portrait"
+    status, printed, errors = run(capsys, gpt2, "--text", TEXT, "--out", out, "--dtype", "float64")
+    assert (status, errors) == (0, "")
+    doc, page = check_outputs(out, printed)
+    assert list(doc["measures"]) == list(report.MEASURES)
+    assert doc["text"] == TEXT == "".join(doc["pieces"])
+    assert doc["model"]["name"] == gpt2.name
+    assert doc["model"]["parameters"] == 280 * 32 + 64 * 32 + 2 * (12 * 32**2 + 13 * 32) + 64
+    assert doc["states"] == "centered"
+    assert "states and updates are measured less" in printed
+    assert "".join(f"<span>{html.escape(piece)}</span>" for piece in doc["pieces"]) in page
+
+    # The file holds the summaries of the portrait, to the last bit.
+    found = portrait(sv.load(gpt2, dtype=jnp.float64), np.array(doc["ids"]))
+    arrays = dict(norm=found.norm, path=found.path, cosine=found.cosine, loss=found.loss)
+    lines = {(key, None): values for key, values in arrays.items()}
+    for place, name in enumerate(("attention", "feed_forward")):
+        lines["step", name] = found.step[:, place]
+        lines["radial", name] = found.radial[:, place]
+        lines["tangential", name] = found.tangential[:, place]
+    lines["refined", "distance"] = found.refined
+    lines["refined", "uncertainty"] = found.refined_error
+    stored = sum(len(measure["lines"]) for measure in doc["measures"].values())
+    assert len(lines) == stored
+    for (key, name), values in lines.items():
+        measure = doc["measures"][key]
+        (line,) = [v for k, v in measure["lines"].items() if name in (None, k)]
+        got = summary(values)
+        assert measure["start"] == 3 - len(values)
+        for field, statistic in dict(
+            mean="mean", median="median", lower="lower_quartile", upper="upper_quartile",
+            first="first_token", tokens="tokens",
+        ).items():  # fmt: skip
+            expected = np.asarray(getattr(got, field), float)
+            np.testing.assert_array_equal(np.array(line[statistic], float), expected)
+
+
+def test_the_default_model_in_its_own_process(tmp_path):
+    """As a user runs it: without the tests' x64 and strict promotion; over an older portrait."""
+    (tmp_path / "portrait").mkdir()
+    (tmp_path / "portrait" / "index.html").write_text("old")
+    ended = subprocess.run(
+        [sys.executable, "-m", "svflow"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(sv.__file__).parents[1]), "PYTHONUTF8": "1"},
+        timeout=300,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    doc, _ = check_outputs(tmp_path / "portrait", ended.stdout)
+    assert doc["text"] == PASSAGE
+    assert doc["model"]["dtype"] == "float32"
+    loss = doc["measures"]["loss"]["lines"]["next token"]["mean"]
+    assert loss[-1] < np.log(doc["model"]["vocabulary"]) - 2
+    assert loss[-1] == min(loss)
+
+
+def test_llama_and_a_text_that_is_cut(tmp_path, capsys):
+    ids = ("--ids", "5, 71 3,3,44,18,90,11", "--max-tokens", 7)
+    status, printed, errors = run(capsys, LLAMA, *ids, "--dtype", "float64", "--out", tmp_path)
+    assert (status, errors) == (0, "svflow: 8 tokens, cut to the first 7\n")
+    doc, page = check_outputs(tmp_path, printed)
+    assert list(doc["measures"]) == list(report.MEASURES)
+    assert doc["states"] == "whole"
+    assert doc["ids"] == [5, 71, 3, 3, 44, 18, 90]
+    assert (doc["cut_from"], doc["pieces"]) == (8, ["5", "71", "3", "3", "44", "18", "90"])
+    assert doc["text"] is None
+    assert "Given as token ids." in page
+    assert "The text has 8 tokens and was cut to the first 7." in printed
+
+
+def test_a_model_that_sees_both_sides(tmp_path, capsys):
+    """No loss, said everywhere; an older portrait's loss does not stay; nor is more removed."""
+    for name in ("loss.png", "notes.txt", "norm.png"):
+        (tmp_path / name).write_text("old")
+    status, printed, errors = run(
+        capsys, ALBERT, "--ids", MOLECULE, "--out", tmp_path, "--dtype", "bfloat16"
+    )
+    assert (status, errors) == (0, "")
+    assert (tmp_path / "notes.txt").read_text() == "old"
+    (tmp_path / "notes.txt").unlink()
+    doc, page = check_outputs(tmp_path, printed)
+    assert list(doc["measures"]) == [key for key in report.MEASURES if key != "loss"]
+    assert "both sides" in doc["loss_absent"]
+    assert doc["model"]["dtype"] == "bfloat16"
+    for said in (printed, html.unescape(page)):
+        said = " ".join(said.split())
+        assert "No next-token loss: its attention sees both sides" in said
+        assert "A norm follows each addition" in said
+        assert "logit lens" not in said.lower()
+
+
+def test_one_layer_has_no_cosine():
+    """No layer has one before it."""
+    config = dict(model_type="gpt2", vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=64)
+    model = sv.Transformer(sv.TransformerConfig.from_hf(config), rngs=nnx.Rngs(0))
+    two = ("attention", "feed_forward")
+    states, layers, parts = np.ones((2, 3)), np.ones((1, 3)), np.ones((1, 2, 3))
+    found = Portrait(
+        two, two, states, parts, parts, parts, layers, states, layers[:0], states, states,
+        states[:, :2], 0.125,
+    )  # fmt: skip
+    doc = report.document(found, model, [7, 7, 7], name="m", text=None, pieces=["7"] * 3)
+    assert list(doc["measures"]) == [key for key in report.MEASURES if key != "cosine"]
+    page = report.page(doc, report.pictures(doc, "light"), report.pictures(doc, "dark"))
+    assert 'id="cosine"' not in page
+    assert all(line.count("1.000") == 10 for line in report.table(doc).splitlines()[4:5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing/model"], "missing/model"),
+        (["./missing.gguf"], "there is no file or folder ./missing.gguf"),
+        ([ALBERT], "no tokenizer.json .* or give token ids with --ids"),
+        (["{gpt2}", "--text", ""], "the text is empty"),
+        (["{gpt2}", "--text", " \n"], "the text is empty"),
+        (["{gpt2}", "--text", "T"], "at least two tokens, got one"),
+        (["{gpt2}", "--ids", "4,280"], "id 280 is outside the vocabulary of 280"),
+        (["{gpt2}", "--ids", "4,-1"], "id -1 is outside the vocabulary"),
+        (["{gpt2}", "--ids", "4,x"], "integers separated by commas, got '4,x'"),
+        (["{gpt2}", "--ids", "9" * 30], "is outside every vocabulary"),
+        (["{gpt2}", "--text", "abc " * 70], "but the model has 64 positions; --max-tokens 64 cuts"),
+        ([LLAMA, "--ids", ",".join("5" * 513)], "513 tokens, but the model has 512 positions"),
+        (["{gpt2}", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
+        (["{gpt2}", "--out", LLAMA / "config.json"], "config.json is a file, not a folder"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(arguments, message, gpt2, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    status, printed, errors = run(capsys, *(str(a).format(gpt2=gpt2) for a in arguments))
+    assert (status, printed) == (2, "")
+    assert re.fullmatch(rf"svflow: .*{message}.*\n", errors), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for name in ("portrait", "report.page"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"svflow.__main__.{name}", interrupt)
+            old = tmp_path / "old"
+            old.mkdir(exist_ok=True)
+            (old / "norm.png").write_text("old")
+            for out in (old, tmp_path / "new"):
+                arguments = ("--text", TEXT, "--dtype", "float64", "--out", out)
+                status, printed, errors = run(capsys, gpt2, *arguments)
+                assert (status, printed) == (130, "")
+                assert errors == "svflow: interrupted, nothing was written\n"
+            assert [path.name for path in tmp_path.iterdir()] == ["old"]
+            assert [path.name for path in old.iterdir()] == ["norm.png"]
+            assert (old / "norm.png").read_text() == "old"
+
+
+STATISTICS = ("mean", "median", "lower_quartile", "upper_quartile", "first_token")
+
+
+def example():
+    """A document as of a model of two layers whose numbers are small integers."""
+
+    def line(count, **more):
+        numbers = {stat: [float(i + 1) for i in range(count)] for stat in STATISTICS}
+        return {**numbers, "tokens": [4] * count, **more}
+
+    measures = dict(
+        norm=dict(start=0, lines=dict(state=line(3))),
+        step=dict(start=1, lines=dict(attention=line(2, outside=[0, 0]))),
+        path=dict(start=0, lines=dict(state=line(3))),
+        refined=dict(start=0, lines=dict(distance=line(3), uncertainty=line(3))),
+    )
+    for key, measure in measures.items():
+        measure.update(title=report.MEASURES[key].title, unit=report.MEASURES[key].unit)
+    return dict(
+        format=report.FORMAT,
+        model=dict(name="<m>", family="f", layers=2, width=8, vocabulary=9, parameters=7,
+                   dtype="float32", norm="rms", placement="pre", causal=True),
+        text="a", ids=[1, 2, 3, 4], pieces=["<s>", "a", "b", "c"], cut_from=None, states="whole",
+        dt=0.125, device="cpu (cpu)", versions=dict(jax="1"), loss_absent="it has no head",
+        measures=measures,
+    )  # fmt: skip
+
+
+def test_pairs_without_a_step_are_counted():
+    doc = example()
+    step = doc["measures"]["step"]["lines"]["attention"]
+    assert "ρ + c" not in report.table(doc)
+    step["outside"], step["tokens"] = [0, 3], [4, 1]
+    said = " ".join(report.table(doc).split())
+    assert "Attention: ρ + c ≤ 0 for 3 of 8 (token, layer) pairs, in layer 2." in said
+    doc["measures"]["norm"]["lines"]["state"]["tokens"] = [4, 4, 2]
+    assert "Residual norm (state): 2 values are not finite and left out." in report.table(doc)
+
+
+def test_values_that_do_not_exist_are_dots_and_gaps():
+    doc = example()
+    for stat in STATISTICS:
+        doc["measures"]["step"]["lines"]["attention"][stat] = [None, None]
+    rows = report.table(doc).splitlines()[3:6]
+    assert [row.split() for row in rows] == [
+        ["embed", "1.000", "·", "1.000", "1.000"],
+        ["1", "2.000", "·", "2.000", "2.000"],
+        ["2", "3.000", "·", "3.000", "3.000"],
+    ]  # fmt: skip
+    pictures = report.pictures(doc, "light"), report.pictures(doc, "dark")
+    page = report.page(doc, *pictures)
+    assert "<m>" not in page
+    assert "&lt;m&gt;" in page
+    assert "<span>&lt;s&gt;</span>" in page
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "·"),
+        (0.0, "0.000"),
+        (-0.25, "-0.250"),
+        (12.345, "12.35"),
+        (-123.456, "-123.5"),
+        (1234.5, "1234"),
+        (-9999.9, "-1.0e4"),
+        (123456.0, "1.2e5"),
+        (-5.7e-6, "-5.7e-6"),
+        (1e-30, "1.0e-30"),
+    ],
+)
+def test_numbers(value, shown):
+    assert report.number(value) == shown
+    assert len(shown) <= 7
