@@ -1,5 +1,6 @@
 """svflow: a transformer as a dynamical system."""
 
+from svflow import data as data
 from svflow import geometry as geometry
 from svflow.flow import Context as Context
 from svflow.flow import Flow as Flow
