@@ -1,19 +1,46 @@
-"""svflow: a transformer as a dynamical system."""
+"""svflow: a transformer as a dynamical system.
 
-from svflow import data as data
-from svflow import geometry as geometry
-from svflow.flow import Context as Context
-from svflow.flow import Flow as Flow
-from svflow.models.config import TransformerConfig as TransformerConfig
-from svflow.models.loading import load as load
-from svflow.models.loading import save as save
-from svflow.models.tokenizer import Tokenizer as Tokenizer
-from svflow.models.tokenizer import load_tokenizer as load_tokenizer
-from svflow.models.transformer import Transformer as Transformer
-from svflow.portrait import Portrait as Portrait
-from svflow.portrait import portrait as portrait
-from svflow.simulate import ScanAdjoint as ScanAdjoint
-from svflow.simulate import Trajectory as Trajectory
-from svflow.simulate import simulate as simulate
-from svflow.solvers import LieTrotter as LieTrotter
-from svflow.solvers import Strang as Strang
+A model is `embed`, a flow over depth, and `unembed`; a layer is one step of the flow:
+
+    model = sv.load(sv.data.default_model_path())    # or a folder, a hub id, a .gguf file
+    ids = sv.load_tokenizer(sv.data.default_model_path()).encode("Call me Ishmael.")
+    path = sv.simulate(model.flow, model.embed(ids))   # path.xs[l]: the state after layer l
+    logits = model.unembed(path.xs[-1])
+
+Models: `load`, `save`, `load_tokenizer`, `Transformer`, `TransformerConfig`, `TransformerFlow`.
+Flows: `Flow` to define one's own, `Context` for positions and padding, `simulate` and its
+`Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
+Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a residual step.
+Shapes are single-example; batches are `jax.vmap`.
+"""
+
+from svflow import data, geometry
+from svflow.flow import Context, Flow
+from svflow.models.config import TransformerConfig
+from svflow.models.loading import load, save
+from svflow.models.tokenizer import Tokenizer, load_tokenizer
+from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.portrait import Portrait, portrait
+from svflow.simulate import ScanAdjoint, Trajectory, simulate
+from svflow.solvers import LieTrotter, Strang
+
+__all__ = [
+    "Context",
+    "Flow",
+    "LieTrotter",
+    "Portrait",
+    "ScanAdjoint",
+    "Strang",
+    "Tokenizer",
+    "Trajectory",
+    "Transformer",
+    "TransformerConfig",
+    "TransformerFlow",
+    "data",
+    "geometry",
+    "load",
+    "load_tokenizer",
+    "portrait",
+    "save",
+    "simulate",
+]

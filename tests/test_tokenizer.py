@@ -172,9 +172,10 @@ def trained(path, vocabulary=600):
     return backend
 
 
-def test_the_same_vocabulary_from_a_folder_a_json_file_and_gguf(tmp_path):
+def test_the_same_vocabulary_from_a_folder_a_json_file_gguf_and_saved(tmp_path):
     reference = trained(tmp_path)
-    sources = [tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "a.gguf")]
+    sources = [tmp_path, tmp_path / "tokenizer.json", str(tmp_path / "a.gguf"), tmp_path / "saved"]
+    load_tokenizer(sources[2]).save(sources[3])
     for tokenizer in map(load_tokenizer, sources):
         assert tokenizer.vocab_size == reference.get_vocab_size()
         for text in TEXTS:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,11 @@ class Tokenizer:
         """The text of ids (T,), special tokens included. Raises ValueError for an unknown id."""
         self.tokens(ids)
         return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes tokenizer.json into a folder, made if need be: what `sv.save` puts weights into."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(Path(folder) / "tokenizer.json"))
 
     def tokens(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """One readable piece per id (T,), for tables: its text, or its bytes as <0xE2> where they
