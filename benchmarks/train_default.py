@@ -216,7 +216,7 @@ def main() -> None:
             part.write_bytes(flax.serialization.msgpack_serialize(content))
             part.replace(saved)
             bar.set_postfix(loss=f"{np.mean(record['loss'][-options.every :]):.3f}")
-    (options.out / "default" / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / "default" / "training.json").write_text(json.dumps(record) + "\n")
     saved.unlink()
     print(json.dumps(record["held_out_loss"]))
 
