@@ -59,7 +59,7 @@ def attention_weights(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     wide = scores.astype(at_least_float32(scores.dtype))
-    wide = jnp.where(allowed, wide, jnp.finfo(wide.dtype).min)
+    wide = jnp.where(allowed[None, None], wide, jnp.finfo(wide.dtype).min)
     return jax.nn.softmax(wide, axis=-1).astype(scores.dtype)
 
 

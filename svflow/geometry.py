@@ -3,7 +3,7 @@
 The zero state has no direction: what needs one is nan there, and its derivative zero, so that a
 row that is masked out afterwards leaves no nan in a gradient. Sums run in float32 at least.
 
-Source: the layer theorem, derived in the project from Liao, arXiv 2604.23740.
+Source: the layer theorem, derived here after Liao, arXiv 2604.23740.
 """
 
 from __future__ import annotations

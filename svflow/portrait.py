@@ -50,7 +50,8 @@ class Portrait(NamedTuple):
         refined_error: (states, tokens) |y - y2| / |x|, y2 in steps of 2 dt: about how far y still
             is from dt -> 0, for a method of order 1.
         loss: (states, tokens - 1) the cross-entropy of the next token in nats, every state read
-            out as if it were the last (the logit lens); None where `loss_absent` says why.
+            out as if it were the last (the logit lens); None for a model
+            without a head or whose attention is not causal.
         dt: the step of the refined trajectory, in layers.
     """
 
@@ -86,7 +87,7 @@ def portrait(
 
     Matrix products run at the highest precision of the device, the measures in float32 at least.
     The measures are a re-parametrisation of the layers and hold for untrained models as well; the
-    polar form is derived in the project from Liao, arXiv 2604.23740. Logit lens: nostalgebraist,
+    polar form is derived here after Liao, arXiv 2604.23740. Logit lens: nostalgebraist,
     "interpreting GPT: the logit lens", 2020.
 
     Raises:
@@ -103,7 +104,7 @@ def portrait(
             raise ValueError("a portrait needs at least two tokens, got one")
         _check_finite(state, 0)
         fine = coarse = state
-        update = jnp.zeros(state.shape, at_least_float32(state.dtype))
+        update = jnp.ones(state.shape, at_least_float32(state.dtype))  # before the first: any
         with_loss = loss_absent(model.config) is None
         norms, rows, gaps = [_norm(flow, state)], [], [_gaps(flow, state, fine, coarse)]
         losses = [_loss(model, state, ids)] if with_loss else []

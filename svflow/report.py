@@ -60,7 +60,7 @@ class Measure(NamedTuple):
     source: str
 
 
-_LAYER_THEOREM = "Layer theorem, derived in the project from Liao, arXiv 2604.23740"
+_LAYER_THEOREM = "Layer theorem, derived here after Liao, arXiv 2604.23740"
 
 MEASURES = {
     "norm": Measure(
@@ -86,7 +86,7 @@ MEASURES = {
     "radial": Measure(
         "Radial part",
         "root mean square per coordinate, signed",
-        r"$c$  (rms per coordinate)",
+        r"$c$  (signed, rms per coordinate)",
         "radial",
         "<i>c</i> = ⟨<i>x</i>, <i>v</i>⟩ / <i>d</i>",
         "The part of an update <i>v</i> along the state: above zero it lengthens the state, "
@@ -336,6 +336,13 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
         )
     if doc["loss_absent"] is not None:
         found.append(f"No next-token loss: {doc['loss_absent']}.")
+    uncertainty = doc["measures"]["refined"]["lines"]["uncertainty"]["median"]
+    largest = max(filter(None, uncertainty), default=0.0)
+    found.append(
+        f"Refined: the flow is followed in steps of {doc['dt']:g} layer, which leaves the distance "
+        f"uncertain by a median of up to {number(largest)}; where that is not small against the "
+        "distance, the flow is not resolved."
+    )
     for name, line in doc["measures"]["step"]["lines"].items():
         layers = [str(layer) for layer, count in enumerate(line["outside"], 1) if count]
         if layers:

@@ -128,10 +128,15 @@ def step_times(t0: float, t1: float, dt: float) -> np.ndarray:
     steps = round((t1 - t0) / dt)
     if steps < 1 or abs(steps * dt - (t1 - t0)) > SLACK * (t1 - t0):
         raise ValueError(f"dt = {dt} does not divide the span from {t0} to {t1}")
-    times = t0 + np.arange(steps + 1) * (t1 - t0) / steps
-    # A fractional start may still miss a boundary by rounding.
-    layer = np.rint(times)
-    return np.where(np.abs(times - layer) < SLACK, layer, times)
+    # From a fractional start they may still miss a boundary, or t1, by rounding.
+    times = _at_layers(t0 + np.arange(steps + 1) * (t1 - t0) / steps)
+    times[-1] = t1
+    return times
+
+
+def _at_layers(times):
+    layers = np.rint(times)
+    return np.where(np.abs(times - layers) < SLACK, layers, times)
 
 
 def _layer_times(t0: float, t1: float) -> np.ndarray:
@@ -220,7 +225,7 @@ def simulate(
     if not jnp.issubdtype(x0.dtype, jnp.floating):
         raise ValueError(f"x0 must be floating point, got {x0.dtype}")
     check_context(context, x0.shape[0])
-    t0, t1 = float(t0), float(flow.depth if t1 is None else t1)
+    t0, t1 = float(_at_layers(t0)), float(_at_layers(flow.depth if t1 is None else t1))
     if not 0 <= t0 < t1 <= flow.depth:
         raise ValueError(
             f"the span must run forwards within [0, {flow.depth}], got t0 = {t0}, t1 = {t1}"
@@ -250,6 +255,8 @@ def simulate(
             stored = _stored_steps(grid, saved)
         else:
             grid = _split_at_jumps([*grid[:-1], last], jumps)
+        if not np.all(np.diff(np.asarray(grid, time)) > 0):
+            raise ValueError(f"dt = {dt} is too small for times in {time}")
         max_steps = len(grid) - 1
         stepsize_controller = _Grid(jnp.asarray(grid, time))
         implicit = isinstance(solver, diffrax.AbstractImplicitSolver)

@@ -89,9 +89,7 @@ FAMILY_CONFIGS: dict[str, dict] = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
-    "gemma3_text": dict(
-        _GEMMA, layer_types=_SLIDING, sliding_window=3, rope_parameters=_ROPES
-    ),
+    "gemma3_text": dict(_GEMMA, layer_types=_SLIDING, sliding_window=3, rope_parameters=_ROPES),
     "mixtral": dict(_LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": dict(
         _LLAMA,
@@ -110,11 +108,24 @@ def tiny_config(family: str, **changes) -> TransformerConfig:
     return TransformerConfig.from_hf({"model_type": family, **FAMILY_CONFIGS[family], **changes})
 
 
-@functools.lru_cache(maxsize=64)
-def tiny_model(family: str, dtype: str = "float64", seed: int = 0) -> Transformer:
-    """An untrained model whose every parameter is random, biases and norms too."""
-    model = Transformer(tiny_config(family), rngs=nnx.Rngs(seed), dtype=jnp.float64)
-    leaves, treedef = jax.tree.flatten(model)
-    random = np.random.default_rng(seed)
-    noisy = [leaf + 0.1 * random.normal(size=leaf.shape) for leaf in map(np.asarray, leaves)]
-    return jax.tree.unflatten(treedef, [jnp.asarray(leaf, dtype) for leaf in noisy])
+@functools.cache
+def tiny_model(family: str, dtype: str = "float64", seed: int = 0, gain: float = 1.0):
+    """An untrained model whose every parameter is random, biases and norms too.
+
+    `gain` scales the kernels. Made in NumPy: nothing to compile.
+    """
+    config, random = tiny_config(family), np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.float64))
+
+    def fill(path, leaf):
+        name = jax.tree_util.keystr(path)
+        noise = random.normal(size=leaf.shape)
+        if "bias" in name:
+            value = 0.1 * noise
+        elif "weight" in name:
+            value = 1 - config.norm_offset + 0.1 * noise
+        else:
+            value = gain * STD * noise
+        return jnp.asarray(value, dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)

@@ -102,6 +102,11 @@ class LayerRecorder(Flow):
         return jnp.broadcast_to(jax.nn.one_hot(layer, self.width, dtype=x.dtype), x.shape)
 
 
+def fast(function):
+    """`jax.jit` for a program that runs once: compiling it fast matters more than running it."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def normal(seed, *shape, scale=1.0, dtype=jnp.float64):
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from configs import FAMILY_CONFIGS, tiny_model
-from flows import normal, small_flows
+from flows import fast, normal, small_flows
 
 import svflow as sv
 
@@ -23,8 +23,7 @@ class Observed(NamedTuple):
         before, after: the states around each substep; branch: the sum of its branches there;
             field: its field there.
         start: the state before each layer; velocity: the velocity there, at float times.
-        apart: the sum of the fields at the same state.
-        whole: the velocity of LAYER at the integer time.
+        apart: the sum of the fields at the same state, at integer times.
         step, slope: the step of LAYER from start[LAYER] and its derivative along a direction.
         stepped: LAYER's step from start[LAYER] and from four states around it, as one batch.
         simulated: what `simulate` returns.
@@ -37,28 +36,26 @@ class Observed(NamedTuple):
     start: Any
     velocity: Any
     apart: Any
-    whole: Any
     step: Any
     slope: Any
     stepped: Any
     simulated: Any
 
 
-# These programs run once: compiling them fast matters more than running them fast.
-@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+@fast
 def observe(flow: sv.Flow, x, direction, context=None) -> Observed:
     substeps = range(len(flow.splitting))
 
     def layer_of(start, layer):
         t, x, rows = layer.astype(x0.dtype), start, []
         for k in substeps:
-            branches = [flow.branch(name, t, x, context) for name in flow.splitting[k]]
+            branches = [flow.branch(name, layer, x, context) for name in flow.splitting[k]]
             field = flow.field(k, layer, x, context)
             after = flow.retract(x + field)
             rows.append((x, sum(branches[1:], start=branches[0]), field, after))
             x = after
         velocity = flow.velocity(t, start, context)
-        fields = [flow.field(k, t, start, context) for k in substeps]
+        fields = [flow.field(k, layer, start, context) for k in substeps]
         stacked = tuple(jnp.stack(column) for column in zip(*rows))
         return x, (*stacked, start, velocity, sum(fields[1:], start=fields[0]))
 
@@ -74,7 +71,6 @@ def observe(flow: sv.Flow, x, direction, context=None) -> Observed:
     around = jnp.stack([here + s * STEP * direction for s in (0, 1, -1, 2, -2)])
     return Observed(
         *scanned,
-        flow.velocity(layer, here, context),
         step_here,
         slope,
         jax.vmap(step)(around),

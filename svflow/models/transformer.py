@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from svflow import attention
 from svflow.dtypes import at_least_float32
-from svflow.flow import Context, Flow
+from svflow.flow import Context, Flow, check_context
 from svflow.models.config import TransformerConfig
 from svflow.simulate import simulate
 
@@ -28,7 +29,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*tokens in"]) -> Float[Array, "*tokens out"]:
         y = x @ self.kernel[...]
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
 class Norm(nnx.Module):
@@ -48,9 +49,9 @@ class Norm(nnx.Module):
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         if self.weight is not None:
-            y = y * (self.weight[...].astype(wide) + self.offset)
+            y = y * jnp.broadcast_to(self.weight[...].astype(wide) + self.offset, y.shape)
         if self.bias is not None:
-            y = y + self.bias[...].astype(wide)
+            y = y + jnp.broadcast_to(self.bias[...].astype(wide), y.shape)
         return y.astype(x.dtype)
 
 
@@ -345,10 +346,43 @@ def _at(leaf, index):
 def token_positions(tokens: int, context: Context | None) -> Int[Array, " tokens"]:
     """The positions of a context: given, or counted over its real tokens, or 0..tokens - 1."""
     if context is not None and context.positions is not None:
-        return context.positions
+        return _at_least_int32(context.positions)
     if context is not None and context.mask is not None:
         return jnp.maximum(jnp.cumsum(context.mask.astype(jnp.int32)) - 1, 0)
     return jnp.arange(tokens)
+
+
+def _at_least_int32(values):
+    """Narrower integers would overflow where they are counted or shifted."""
+    return values if values.dtype.itemsize >= 4 else values.astype(jnp.int32)
+
+
+def _indices(values, size: int, name: str, table: str) -> Int[Array, " tokens"]:
+    """Indices into a table of `size` rows, checked as far as they are known at this time."""
+    if not isinstance(values, jax.core.Tracer):
+        values = np.asarray(values)  # without x64 JAX would wrap wide integers into the table
+    if values.ndim != 1 or not values.size:
+        raise ValueError(
+            f"{name}s must be a sequence that is not empty, got shape {values.shape}; batches go "
+            "through jax.vmap"
+        )
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name}s must be integers, got {values.dtype}")
+    if isinstance(values, np.ndarray):
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= size:
+            bad = low if low < 0 else high
+            raise ValueError(f"{name} {bad} is outside the {table} of {size}")
+        values = jnp.asarray(values, jnp.int32)
+    return _at_least_int32(values)
+
+
+def _rows(table: nnx.Param, indices: Int[Array, " tokens"]) -> Float[Array, "tokens width"]:
+    """The rows of a table; nan for one that it does not have."""
+    size = table.shape[0]
+    # JAX would wrap negative indices around, and those of 64 bits to 32.
+    indices = jnp.where((indices < 0) | (indices >= size), size, indices)
+    return table[...].at[indices].get(mode="fill", fill_value=jnp.nan)
 
 
 class Embedding(nnx.Module):
@@ -370,19 +404,19 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids, context=None, segments=None):
         config = self.config
-        x = self.tokens[ids]
+        x = _rows(self.tokens, ids)
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
         if self.positions is not None:
-            x = x + self.positions[self._rows(ids, context)]
+            x = x + _rows(self.positions, self._position_rows(ids, context))
         if self.segments is not None:
-            x = x + self.segments[jnp.zeros_like(ids) if segments is None else segments]
+            x = x + _rows(self.segments, jnp.zeros_like(ids) if segments is None else segments)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.projection is None else self.projection(x)
 
-    def _rows(self, ids, context):
+    def _position_rows(self, ids, context):
         config = self.config
-        given = context is not None and context.positions is not None
+        given = context is not None and any(part is not None for part in context)
         if config.pad_token is None or given:
             return token_positions(ids.shape[0], context) + config.position_offset
         real = (ids != config.pad_token).astype(ids.dtype)
@@ -417,7 +451,7 @@ class Head(nnx.Module):
             x = self.norm(x)
         logits = x @ (table if self.kernel is None else self.kernel[...]).T
         if self.bias is not None:
-            logits = logits + self.bias[...]
+            logits = logits + jnp.broadcast_to(self.bias[...], logits.shape)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -454,15 +488,29 @@ class Transformer(nnx.Module):
             segments: (tokens,) token types, for families that have them; default 0.
 
         Raises:
-            ValueError: an empty sequence, ids that are not integers or (outside jit) not in the
-                vocabulary, or a sequence longer than the learned positions. Under jit, an id
-                outside the vocabulary gives nan.
+            ValueError: an empty sequence, what is not a sequence of integers, a wrong context, a
+                sequence longer than the learned positions, or (outside jit) an id, a segment or a
+                position that has no row in its table. Under jit, such a token's state is nan.
         """
-        ids = jnp.asarray(ids)
-        self._check(ids, context, segments)
-        x = self.embedding(ids, context, segments)
-        bad = (ids < 0) | (ids >= self.config.vocab_size)
-        return jnp.where(bad[:, None], jnp.asarray(jnp.nan, x.dtype), x)
+        config = self.config
+        ids = _indices(ids, config.vocab_size, "id", "vocabulary")
+        check_context(context, ids.size)
+        if config.positions:
+            room = config.positions - config.position_offset
+            given = None if context is None else context.positions
+            if given is not None:
+                _indices(given, room, "position", "learned positions")
+            elif ids.size > room:
+                raise ValueError(
+                    f"{ids.size} tokens, but {config.family} has {room} learned positions"
+                )
+        if segments is not None:
+            if not config.segments:
+                raise ValueError(f"{config.family} has no token types")
+            segments = _indices(segments, config.segments, "segment", "token types")
+            if segments.shape != ids.shape:
+                raise ValueError(f"{segments.size} segments for {ids.size} ids")
+        return self.embedding(ids, context, segments)
 
     def unembed(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens vocab"]:
         """The logits of a state, the final norm included. Raises ValueError without a head."""
@@ -479,28 +527,3 @@ class Transformer(nnx.Module):
         x = self.embed(ids, context, segments=segments)
         end = [float(self.config.depth)]
         return self.unembed(simulate(self.flow, x, ts=end, context=context).xs[-1])
-
-    def _check(self, ids, context, segments):
-        config = self.config
-        if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(
-                f"ids must be a sequence of integers, got {ids.dtype} of shape {ids.shape}; "
-                "batches go through jax.vmap"
-            )
-        tokens = ids.shape[0]
-        if tokens == 0:
-            raise ValueError("ids is an empty sequence")
-        if not isinstance(ids, jax.core.Tracer):
-            low, high = int(jnp.min(ids)), int(jnp.max(ids))
-            if low < 0 or high >= config.vocab_size:
-                bad = low if low < 0 else high
-                raise ValueError(f"id {bad} is outside the vocabulary of {config.vocab_size}")
-        if segments is not None and not config.segments:
-            raise ValueError(f"{config.family} has no token types")
-        given = None if context is None else context.positions
-        room = config.positions - config.position_offset
-        if config.positions and given is None and tokens > room:
-            raise ValueError(f"{tokens} tokens, but {config.family} has {room} learned positions")
-        for name, array in zip(("positions", "mask"), context or ()):
-            if array is not None and jnp.shape(array) != (tokens,):
-                raise ValueError(f"context.{name} has shape {jnp.shape(array)}, not ({tokens},)")

@@ -43,8 +43,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face config. Raises ValueError for an unknown one, by name."""
     name = config.get("model_type")
-    if name is None:
-        raise ValueError("the config has no 'model_type'")
+    if not isinstance(name, str):
+        raise ValueError(f"the config's 'model_type' is {name!r}, not a name")
     if name in FAMILIES:
         return FAMILIES[name]
     if name == "gemma3":
@@ -52,7 +52,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "'gemma3' is a multimodal checkpoint: svflow reads its text model only where it was "
             "saved by itself, as model_type 'gemma3_text'"
         )
-    if str(name).startswith(("gemma3n", "gemma4")):
+    if name.startswith(("gemma3n", "gemma4")):
         raise ValueError(
             f"{name!r} is not supported: of the Gemmas, svflow reads 1, 2 and 3 (text)"
         )

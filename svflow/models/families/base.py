@@ -138,11 +138,16 @@ class Keys:
         self.family = config.get("model_type")
         self._asked: set[str] = set()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; `default` where it is null, or absent and without a default."""
+    def get(self, key: str, default: Any = None, kind: type = object) -> Any:
+        """The value of a key, which has to be of this kind; `default` where it is null, or absent
+        and without a default."""
         self._asked.add(key)
         value = self.config.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            raise ValueError(f"{self.family}: {key!r} must be a {kind.__name__}, got {value!r}")
+        return value
 
     def size(self, key: str, default: int | None = None) -> int:
         """The value of a key that has to be a positive integer."""
@@ -160,6 +165,10 @@ class Keys:
             raise ValueError(f"{self.family}: {key!r} must be a positive number, got {value!r}")
         return value
 
+    def bound(self, key: str) -> float | None:
+        """The value of a key that has to be a positive number or null."""
+        return None if self.get(key) is None else self.number(key)
+
     def flag(self, key: str) -> bool:
         """The value of a key that has to be true or false; false where it is absent."""
         self._asked.add(key)
@@ -176,14 +185,14 @@ class Keys:
 
     def activation(self, key: str) -> str:
         """The value of an activation's key, in our names."""
-        name = self.get(key)
+        name = self.get(key, kind=str)
         if name not in ACTIVATIONS:
             raise ValueError(f"{self.family}: unknown activation {key} = {name!r}")
         return ACTIVATIONS[name]
 
     def layer_types(self, depth: int, default: Sequence[str] | None = None) -> list[str]:
         """The attention type of each layer: "full_attention" or "sliding_attention"."""
-        types = self.get("layer_types", default)
+        types = self.get("layer_types", default, list)
         # "attention" is an older spelling: transformers 5.24, configuration_utils.
         types = ["full_attention" if t == "attention" else t for t in types]
         unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})

@@ -32,7 +32,7 @@ def _sandwich(keys: Keys, **options) -> dict:
         **fields,
         "placement": "sandwich",
         "scales": (scale**-0.5,) * fields["depth"],
-        "logit_softcap": keys.get("final_logit_softcapping"),
+        "logit_softcap": keys.bound("final_logit_softcapping"),
     }
 
 
@@ -42,7 +42,7 @@ def _read_gemma2(keys: Keys) -> dict:
     default = ["full_attention" if i % 2 else "sliding_attention" for i in range(depth)]
     return {
         **fields,
-        "attention_softcap": keys.get("attn_logit_softcapping"),
+        "attention_softcap": keys.bound("attn_logit_softcapping"),
         "windows": keys.windows(keys.layer_types(depth, default)),
     }
 

@@ -47,7 +47,7 @@ def _read_gpt2(keys: Keys) -> dict:
 # GPT-Neo's projections of queries, keys and values have no bias, and its scores no scale.
 def _read_gpt_neo(keys: Keys) -> dict:
     width, depth, heads = keys.size("hidden_size"), keys.size("num_layers"), keys.size("num_heads")
-    types = keys.get("attention_layers")
+    types = keys.get("attention_layers", kind=list)
     if types is None:
         pairs = keys.get("attention_types")
         types = [kind for kinds, times in pairs for kind in list(kinds) * times]

@@ -19,7 +19,7 @@ def _read(keys: Keys) -> dict:
     head_width, bias = keys.quotient(width, heads), keys.flag("attention_bias")
     # This family's own words for the base and for the share of a head that turns; where they are
     # spelled as elsewhere, Hugging Face does not read them.
-    rope = flat_rope(keys, head_width, base="rotary_emb_base", partial=keys.get("rotary_pct"))
+    rope = flat_rope(keys, head_width, base="rotary_emb_base", partial=keys.number("rotary_pct"))
     keys.get("partial_rotary_factor")
     return dict(
         vocab_size=keys.size("vocab_size"),

@@ -73,7 +73,7 @@ def _qwen_windows(keys: Keys, depth: int) -> tuple[int, ...]:
     if not keys.flag("use_sliding_window"):
         keys.config["sliding_window"] = None
     slides = keys.get("sliding_window") is not None
-    first = keys.get("max_window_layers") if slides else depth
+    first = keys.get("max_window_layers", kind=int) if slides else depth
     default = ["full_attention" if i < first else "sliding_attention" for i in range(depth)]
     return keys.windows(keys.layer_types(depth, default))
 

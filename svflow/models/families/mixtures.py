@@ -43,7 +43,7 @@ def _read_qwen3_moe(keys: Keys) -> dict:
         keys.config["sliding_window"] = None
     fields = read_llama(keys)
     depth, every = fields["depth"], keys.size("decoder_sparse_step")
-    dense = keys.get("mlp_only_layers", [])
+    dense = keys.get("mlp_only_layers", [], list)
     sparse = tuple(i not in dense and (i + 1) % every == 0 for i in range(depth))
     return {
         **fields,
@@ -62,7 +62,7 @@ def _read_olmoe(keys: Keys) -> dict:
     return {
         **fields,
         "query_key_norm": "full",
-        "projection_clip": keys.get("clip_qkv"),
+        "projection_clip": keys.bound("clip_qkv"),
         "experts": keys.size("num_local_experts", keys.size("num_experts")),
         "experts_per_token": keys.size("num_experts_per_tok"),
         "expert_hidden": fields["hidden"],

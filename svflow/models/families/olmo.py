@@ -16,7 +16,7 @@ def _read_olmo(keys: Keys) -> dict:
         "norm": "layer",
         "norm_weight": False,
         "norm_eps": 1e-5,
-        "projection_clip": keys.get("clip_qkv"),
+        "projection_clip": keys.bound("clip_qkv"),
     }
 
 
