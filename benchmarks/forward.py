@@ -2,12 +2,13 @@
 
     python benchmarks/forward.py [--tokens 64 512] [--rounds 15] [--out FILE.json]
 
-Three contestants, equality checked first, then interleaved in one run on the same cores:
+Three contestants, equality checked first, then interleaved in one run on the same cores, the
+order turning from round to round, each timed call after an untimed one of its own:
 - `simulate`: embed, then `sv.simulate` with all 13 states through Diffrax, jitted;
 - `eager`: Hugging Face's GPT2Model, eager attention, output_hidden_states, torch.inference_mode;
 - `products`: the matrix products of that forward pass alone, compiled by XLA in the same loop over
   stacked weights: the bound of what the layers could cost.
-Times are medians over rounds; compile time is its own column.
+Times are medians over rounds, the best beside them; compile time is its own column.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def products(flow, x):
     return jax.lax.scan(layer, x, (flow.layers.attention, flow.layers.feed_forward))[1]
 
 
+PAUSE = 0.3  # Seconds: torch's idle OpenMP threads spin for up to 0.2 s and would slow the next.
+
+
 def seconds(f) -> float:
     start = time.perf_counter()
     jax.block_until_ready(f())
@@ -57,9 +61,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    theirs = transformers.GPT2Model(
-        transformers.GPT2Config(attn_implementation="eager")
-    ).eval()
+    theirs = transformers.GPT2Model(transformers.GPT2Config(attn_implementation="eager")).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = sv.load(folder)
@@ -88,17 +90,19 @@ def main() -> None:
             "products": lambda x=x: bound(ours, x),
         }
         times: dict[str, list[float]] = {name: [] for name in contestants}
-        for round_ in range(options.rounds + 2):
-            for name, run in contestants.items():
-                elapsed = seconds(run)
-                if round_ >= 2:
-                    times[name].append(elapsed)
+        for round_ in range(options.rounds):
+            for place in range(len(contestants)):
+                name = list(contestants)[(round_ + place) % len(contestants)]
+                time.sleep(PAUSE)
+                seconds(contestants[name])  # its own caches and threads, not its neighbour's
+                times[name].append(seconds(contestants[name]))
         medians = {name: float(np.median(t)) for name, t in times.items()}
         row = dict(
             tokens=tokens,
             max_error_of_rms=error,
             compile_s=compile_s,
             **{f"{name}_ms": 1e3 * t for name, t in medians.items()},
+            **{f"{name}_best_ms": 1e3 * min(t) for name, t in times.items()},
             of_eager=medians["simulate"] / medians["eager"],
             of_products=medians["simulate"] / medians["products"],
         )

@@ -29,14 +29,21 @@ class Context(NamedTuple):
 
 def check_context(context: Context | None, tokens: int) -> None:
     """Raises ValueError for positions or a mask of the wrong shape or type, by name."""
+    if context is None:
+        return
+    if not isinstance(context, Context):
+        raise ValueError(f"context must be an svflow.Context, got {type(context).__name__}")
     for name, kind in (("positions", jnp.integer), ("mask", jnp.bool_)):
-        array = getattr(context, name, None)
+        array = getattr(context, name)
         if array is None:
             continue
+        if not hasattr(array, "dtype"):
+            raise ValueError(f"context.{name} must be an array, got {type(array).__name__}")
         if jnp.shape(array) != (tokens,):
             raise ValueError(f"context.{name} has shape {jnp.shape(array)}, not ({tokens},)")
         if not jnp.issubdtype(jnp.result_type(array), kind):
-            raise ValueError(f"context.{name} has type {jnp.result_type(array)}")
+            wanted = "booleans" if kind is jnp.bool_ else "integers"
+            raise ValueError(f"context.{name} has type {array.dtype}, not {wanted}")
 
 
 class Flow(nnx.Module):

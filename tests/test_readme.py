@@ -19,5 +19,7 @@ def test_the_python_blocks_run(tmp_path):
         "assert jnp.isfinite(batch).all()",
     )
     script = "\n".join([*blocks, *checks])
-    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr

@@ -225,7 +225,7 @@ def test_a_narrower_type_that_a_weight_does_not_fit(tmp_path):
     assert np.isinf(sv.load(infinite, dtype=jnp.float16).flow.layers.feed_forward.up.kernel).any()
 
 
-@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e4m3fn", "flaot32"])
 def test_types_that_no_model_has(dtype):
     with pytest.raises(ValueError, match=dtype):
         sv.load(GOLDEN / "llama", dtype=dtype)

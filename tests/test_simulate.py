@@ -545,7 +545,12 @@ def test_an_implicit_solver_that_does_not_converge_stops():
         (dict(t1=5.0), r"within \[0, 4\]"),
         (dict(t1=float("nan")), "forwards"),
         (dict(context=sv.Context(mask=jnp.ones(2, bool))), "context.mask has shape"),
-        (dict(context=sv.Context(mask=jnp.ones(3))), "context.mask has type"),
+        (dict(context=sv.Context(mask=jnp.ones(3))), "context.mask has type .*, not booleans"),
+        (dict(context=sv.Context(mask=[True, True, True])), "context.mask must be an array"),
+        (dict(context=jnp.ones(3, bool)), "context must be an svflow.Context"),
+        (dict(solver=sv.Strang), "solver must be an instance"),
+        (dict(flow=jnp.ones(3)), "simulate takes an svflow.Flow"),
+        (dict(flow=sv.Flow()), "does not set `depth`"),
         (dict(context=sv.Context(positions=jnp.ones((1, 3), int))), "positions has shape"),
         (dict(context=sv.Context(positions=jnp.ones(3))), "positions has type"),
         (dict(stepsize_controller=diffrax.PIDController(1e-3, 1e-3)), "no error estimate"),
@@ -554,9 +559,8 @@ def test_an_implicit_solver_that_does_not_converge_stops():
     ],
 )
 def test_bad_input_is_refused_by_name(changes, message):
-    flow = small_flows()["velocity"]
-    arguments = {"x0": jnp.zeros((3, 6)), **changes}
-    x0 = arguments.pop("x0")
+    arguments = {"flow": small_flows()["velocity"], "x0": jnp.zeros((3, 6)), **changes}
+    flow, x0 = arguments.pop("flow"), arguments.pop("x0")
     # Standard promotion is what users have; there a wrong dtype is not an error of JAX itself.
     with jax.numpy_dtype_promotion("standard"):
         with pytest.raises(ValueError, match=message):
@@ -570,6 +574,14 @@ def test_an_adaptive_solve_needs_no_dt_that_divides_the_span():
     a = sv.simulate(flow, x, dt=0.3, **adaptive())
     b = sv.simulate(flow, x, dt=0.01, **adaptive())
     close(a.xs, b.xs, 1e-7)
+
+
+def test_a_model_is_not_a_flow():
+    model = tiny_model("gpt2")
+    with pytest.raises(ValueError, match=r"got Transformer; pass its `\.flow`"):
+        sv.simulate(model, jnp.zeros((3, model.flow.width)))
+    with pytest.raises(ValueError, match="Rngs"):
+        sv.Transformer(model.config, rngs=0)
 
 
 def test_a_flow_of_the_wrong_shape_is_refused():

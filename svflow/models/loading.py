@@ -44,9 +44,13 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
             handled, or a tensor that is missing, unused, of the wrong shape, unreadable or beyond
             the range of `dtype`.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in WEIGHT_DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES.values())}, got {dtype}")
+    given = dtype
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in WEIGHT_DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES.values())}, got {given!r}")
     if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError("dtype float64 needs jax.config.update('jax_enable_x64', True)")
     checkpoint = open_checkpoint(source)

@@ -57,7 +57,7 @@ class Tokenizer:
         return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes tokenizer.json into a folder, made if need be: what `sv.save` puts weights into."""
+        """Writes tokenizer.json into a folder, made if need be, such as that of `sv.save`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._backend.save(str(Path(folder) / "tokenizer.json"))
 

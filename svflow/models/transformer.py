@@ -468,6 +468,8 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs, dtype=jnp.float32):
+        if not isinstance(rngs, nnx.Rngs):
+            raise ValueError(f"rngs must be flax's nnx.Rngs(seed), got {rngs!r}")
         self.config = config
         self.embedding = Embedding(config, rngs=rngs, dtype=dtype)
         self.flow = TransformerFlow(config, rngs=rngs, dtype=dtype)
