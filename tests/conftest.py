@@ -1,7 +1,15 @@
-"""Tests run in x64 with strict dtype promotion."""
+"""Tests run in x64 with strict dtype promotion, and check the shapes in signatures.
+
+The checked modules are those that public functions have checked the input of: there a wrong shape
+is our own fault.
+"""
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
+
+CHECKED = ["svflow.attention", "svflow.models.layers"]
+install_import_hook(CHECKED, "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

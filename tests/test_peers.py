@@ -21,8 +21,8 @@ from svflow.models.checkpoint import write_checkpoint
 from svflow.models.config import ACTIVATIONS
 from svflow.models.families import FAMILIES
 from svflow.models.families.base import Keys
+from svflow.models.layers import activate
 from svflow.models.rope import flat_rope
-from svflow.models.transformer import activate
 
 
 def peer(name):

@@ -18,7 +18,7 @@ from svflow import attention
 from svflow.models.checkpoint import write_checkpoint
 from svflow.models.families import FAMILIES
 from svflow.models.families.base import Keys
-from svflow.models.transformer import Norm, activate
+from svflow.models.layers import Norm, activate
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 

@@ -157,6 +157,16 @@ class TransformerConfig:
         return family_of(config).config(config, has_head)
 
     @property
+    def dense_blocks(self) -> tuple[int, ...]:
+        """The blocks with a plain feed-forward layer, in the order in which they are stacked."""
+        return tuple(sorted({b for b, sparse in zip(self.blocks, self.sparse) if not sparse}))
+
+    @property
+    def sparse_blocks(self) -> tuple[int, ...]:
+        """The blocks with a mixture of experts, in the order in which they are stacked."""
+        return tuple(sorted({b for b, sparse in zip(self.blocks, self.sparse) if sparse}))
+
+    @property
     def hf(self) -> dict[str, Any]:
         """The Hugging Face config this was made from."""
         return json.loads(self.source)

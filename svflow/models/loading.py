@@ -172,10 +172,9 @@ def _places(
     if "{layer}" not in rule.hf:
         yield rule.hf, ()
         return
-    kinds = dict(zip(config.blocks, config.sparse))
-    mixture = rule.ours[0].startswith("flow.layers.mixture.")
-    dense = rule.ours[0].startswith("flow.layers.feed_forward.")
-    blocks = [b for b in sorted(kinds) if not (kinds[b] if dense else mixture and not kinds[b])]
+    stacks = {"mixture": config.sparse_blocks, "feed_forward": config.dense_blocks}
+    every = tuple(range(max(config.blocks) + 1))
+    blocks = stacks.get(rule.ours[0].split(".")[2], every)
     for place, block in enumerate(blocks):
         name = rule.hf.replace("{layer}", family.layer(config, block))
         if "{expert}" in name:
