@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from svflow import report
+from svflow import page, report
 from svflow.data import PASSAGE, default_model_path
 from svflow.models.loading import load
 from svflow.models.tokenizer import load_tokenizer
@@ -98,13 +98,13 @@ def _run(arguments: argparse.Namespace) -> None:
             pieces=pieces[: len(ids)],
             cut_from=cut_from,
         )
-        light, dark = report.pictures(doc, "light"), report.pictures(doc, "dark")
+        light, dark = page.pictures(doc, "light"), page.pictures(doc, "dark")
         for key, png in light.items():
             (scratch / f"{key}.png").write_bytes(png)
         (scratch / "portrait.json").write_text(
             json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
         )
-        (scratch / "index.html").write_text(report.page(doc, light, dark), encoding="utf-8")
+        (scratch / "index.html").write_text(page.page(doc, light, dark), encoding="utf-8")
     config = model.config
     print(
         f"{doc['model']['name']}: {config.family}, {config.depth} layers, width {config.width}, "

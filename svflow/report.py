@@ -1,6 +1,7 @@
-"""A portrait as a JSON document, and that document as a table, pictures and one HTML page.
+"""A portrait as a JSON document, and that document as a table.
 
-The document is the only source of the other three, so that they show the same numbers:
+The document is the only source of the table and of `svflow.page`, so that they show the same
+numbers:
 
     format          "svflow portrait 1"
     model           name, family, layers, width, vocabulary, parameters, dtype, norm, placement,
@@ -27,21 +28,15 @@ The document is the only source of the other three, so that they show the same n
 
 from __future__ import annotations
 
-import base64
-import html
 import importlib.metadata
-import io
 import math
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
-from svflow import plotting
 from svflow.models.transformer import Transformer
 from svflow.portrait import Portrait, loss_absent, summary
 
@@ -251,7 +246,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _shown(key: str) -> str:
+def shown(key: str) -> str:
     """The statistic of a measure in tables and as the line of its figure."""
     return "mean" if key == "loss" else "median"
 
@@ -266,7 +261,7 @@ def columns(doc: Mapping[str, Any]) -> list[tuple[str, str, list[float | None]]]
         lines = dict(measure["lines"])
         lines.pop("uncertainty", None)
         for name, line in lines.items():
-            values = [None] * measure["start"] + line[_shown(key)]
+            values = [None] * measure["start"] + line[shown(key)]
             short = str(_SHORT.get(name, name)) if len(lines) > 1 or key == "step" else ""
             found.append((MEASURES[key].short, short, values))
     return found
@@ -347,7 +342,7 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
         layers = [str(layer) for layer, count in enumerate(line["outside"], 1) if count]
         if layers:
             found.append(
-                f"{_label(name).capitalize()}: ρ + c ≤ 0 for {sum(line['outside'])} of "
+                f"{label_of(name).capitalize()}: ρ + c ≤ 0 for {sum(line['outside'])} of "
                 f"{tokens * len(line['outside'])} (token, layer) pairs, in layer "
                 f"{', '.join(layers)}. There the update turns the token by a right angle or more, "
                 "the step is not defined, and its statistics leave the pair out."
@@ -362,334 +357,5 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
     return " + ".join(_LABELS.get(part, part.replace("_", " ")) for part in name.split(" + "))
-
-
-# The pictures
-
-
-def pictures(doc: Mapping[str, Any], theme: str) -> dict[str, bytes]:
-    """One PNG per measure, by its key. `theme` is "light" or "dark"."""
-    return {key: _picture(doc, key, theme) for key in doc["measures"]}
-
-
-def _picture(doc: Mapping[str, Any], key: str, theme: str) -> bytes:
-    measure = doc["measures"][key]
-    # The refined flow starts in the model's own state: a zero says nothing there.
-    skip = 1 if key == "refined" else 0
-    series = []
-    for hue, (name, line) in enumerate(measure["lines"].items()):
-        part = {stat: np.array(values[skip:], float) for stat, values in line.items()}
-        band = name != "uncertainty"
-        label = {
-            "state": "median token",
-            "update": "median token",
-            "distance": "median token",
-            "uncertainty": "uncertainty",
-            "next token": "mean",
-        }.get(name, _label(name))
-        series.append(
-            plotting.Series(
-                label,
-                hue if key in ("step", "radial", "tangential") else hue + 2,
-                part[_shown(key)],
-                part["lower_quartile"] if band else None,
-                part["upper_quartile"] if band else None,
-                part["first_token"] if band else None,
-            )
-        )
-    depth = measure["start"] + skip + np.arange(len(series[0].line))
-    drawn = np.concatenate([[one.line, one.first] for one in series if one.first is not None])
-    drawn = drawn[np.isfinite(drawn)]
-    scale: str | float = "linear"
-    if drawn.size and drawn.min() > 0 and drawn.max() > 30 * drawn.min():
-        scale = "log"
-    elif key == "radial":
-        # The first token alone can be hundreds of times the others: both should be legible.
-        bulk = np.nanmax([np.abs(np.array([one.low, one.high], float)) for one in series])
-        if np.abs(drawn).max() > 10 * bulk > 0:
-            scale = 10.0 ** math.ceil(math.log10(bulk))
-    vocabulary = doc["model"]["vocabulary"]
-    level = ("uniform guess", math.log(vocabulary)) if key == "loss" else None
-    with matplotlib.rc_context(plotting.style(theme)):
-        figure = Figure()
-        axes = plotting.over_depth(
-            figure.add_subplot(),
-            depth,
-            series,
-            theme=theme,
-            title=measure["title"],
-            label=MEASURES[key].label,
-            scale=scale,
-            level=level,
-        )
-        plotting.flush_left(axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
-
-
-# The page
-
-
-def page(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
-    """One HTML page that needs nothing else: the pictures are inside, in both themes."""
-    model = doc["model"]
-    name = html.escape(model["name"])
-    tokens = len(doc["ids"])
-    facts = {
-        "Model": f"{name} <small>({html.escape(model['family'])})</small>",
-        "Shape": f"{model['layers']} layers × {model['width']}",
-        "Parameters": f"{model['parameters']:,}",
-        "Text": f"{tokens} tokens",
-        "Precision": html.escape(model["dtype"]),
-        "Device": html.escape(doc["device"]),
-    }
-    versions = " · ".join(f"{lib} {v}" for lib, v in doc["versions"].items() if v is not None)
-    figures = "\n".join(_figure(doc, key, light[key], dark[key]) for key in doc["measures"])
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>Portrait of {name}</title>
-<style>{_CSS}</style>
-</head>
-<body>
-<header>
-<p class="kicker">svflow portrait</p>
-<h1>{name}</h1>
-<p class="lead">A transformer moves the state of each token through its layers in discrete steps.
-This page shows that motion for one text: how long the states are, how far each layer turns them,
-and how close the steps come to a continuous flow.</p>
-<dl class="facts">
-{"".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in facts.items())}
-</dl>
-</header>
-<main>
-<section>
-<h2>The text</h2>
-{_text(doc)}
-</section>
-<section>
-<h2>At a glance</h2>
-<div class="cards">{_cards(doc)}</div>
-</section>
-<section>
-<h2>By depth</h2>
-<p class="prose">Lines are medians over tokens{
-        " (for the loss, the mean)" if doc["loss_absent"] is None else ""
-    }, bands run from the lower to the upper quartile. The dashed line is the first token alone: in
-many trained models it is a sink of attention with an outsized norm (Xiao et al., arXiv 2309.17453;
-Sun et al., arXiv 2402.17762), which would dominate a mean over tokens. Depth 0 is the
-embedding.</p>
-<div class="figures">
-{figures}
-</div>
-</section>
-<section>
-<h2>By layer</h2>
-<div class="scroll">{_html_table(doc)}</div>
-<details><summary>Every statistic: mean, quartiles, first token, number of tokens</summary>
-{_all_statistics(doc)}
-</details>
-</section>
-<section class="prose">
-<h2>How to read it</h2>
-<ul>
-{"".join(f"<li>{html.escape(note)}</li>" for note in notes(doc))}
-<li>A state of {model["width"]} coordinates is <i>h</i> = <i>ρ x</i>, its direction <i>x</i> on the
-sphere of radius √<i>d</i>. Adding an update <i>v</i> = <i>c x</i> + <i>P<sub>x</sub> v</i> moves
-the direction to that of <i>x</i> + Δ<i>t P<sub>x</sub> v</i>. This holds for every residual block,
-trained or not: it describes the motion and claims nothing about it.</li>
-<li>Norms and parts are root mean squares per coordinate, so they compare across widths.</li>
-<li>The text is read as it is: no begin-of-text token is added.</li>
-<li>Matrix products run at the highest precision of the device; the measures are computed in
-float32 at least. All numbers are in <code>portrait.json</code>, beside this page.</li>
-</ul>
-</section>
-</main>
-<footer>{html.escape(versions)}</footer>
-</body>
-</html>
-"""
-
-
-def _text(doc: Mapping[str, Any]) -> str:
-    pieces = "".join(f"<span>{html.escape(piece)}</span>" for piece in doc["pieces"])
-    if doc["text"] is None:
-        pieces = " ".join(f"<span>{html.escape(piece)}</span>" for piece in doc["pieces"])
-        return f'<p class="prose">Given as token ids.</p><div class="tokens">{pieces}</div>'
-    return f'<div class="tokens">{pieces}</div>'
-
-
-def _cards(doc: Mapping[str, Any]) -> str:
-    cards = []
-    for key in ("norm", "step", "path", "loss" if doc["loss_absent"] is None else "refined"):
-        measure = doc["measures"][key]
-        name, line = next(iter(measure["lines"].items()))
-        values = line[_shown(key)]
-        part = f", {_label(name)}" if key == "step" and len(measure["lines"]) > 1 else ""
-        part += {"path": " (rad)", "loss": " (nats)"}.get(key, "")
-        span = {0: "embedding", 1: "first layer"}[measure["start"]] + " to last layer"
-        ends = f"{_html_number(values[0])}<span> → </span>{_html_number(values[-1])}"
-        if key in ("path", "refined"):  # they start at zero
-            ends = _html_number(values[-1])
-            span = "at the last layer" if key == "refined" else span
-        cards.append(
-            f'<div><p class="what">{measure["title"]}{part}</p><p class="value">{ends}</p>'
-            f'<p class="where">{_shown(key)}, {span}</p></div>'
-        )
-    return "".join(cards)
-
-
-def _figure(doc: Mapping[str, Any], key: str, light: bytes, dark: bytes) -> str:
-    measure = MEASURES[key]
-    title = html.escape(measure.title)
-    meaning = measure.meaning
-    if key == "refined":
-        steps = round(1 / doc["dt"])
-        split = len(doc["measures"]["step"]["lines"]) > 1
-        how = "attention and feed-forward in turn (Lie–Trotter splitting)" if split else "Euler"
-        meaning = (
-            f"How far the model is from the flow it discretises: <i>y</i> moves through the same "
-            f"field in steps of 1/{steps} layer, {how}. The uncertainty, between steps of "
-            f"1/{steps} and 1/{steps // 2}, is about how far <i>y</i> itself still is from the "
-            "limit of small steps; where it is not small, the flow is not resolved."
-        )
-    return f"""<figure id="{key}">
-<picture>
-<source srcset="{_data_uri(dark)}" media="(prefers-color-scheme: dark)">
-<img src="{_data_uri(light)}" alt="{title} over depth" width="1040" height="680">
-</picture>
-<figcaption><p class="formula">{measure.formula}</p><p>{meaning}</p>
-<p class="source">{html.escape(measure.source)}.</p></figcaption>
-</figure>"""
-
-
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
-def _html_number(value: float | None) -> str:
-    return number(value).replace("-", "−")
-
-
-def _html_table(doc: Mapping[str, Any]) -> str:
-    found = columns(doc)
-    groups: list[list[Any]] = []
-    for measure, *_ in found:
-        if groups and groups[-1][0] == measure:
-            groups[-1][1] += 1
-        else:
-            groups.append([measure, 1])
-    top = "".join(
-        f'<th scope="colgroup" colspan="{span}"{" class=group" * (span > 1)}>'
-        f"{html.escape(measure)}</th>"
-        for measure, span in groups
-    )
-    under = "".join(f'<th scope="col">{html.escape(line)}</th>' for _, line, _ in found)
-    rows = []
-    for depth in range(doc["model"]["layers"] + 1):
-        cells = "".join(f"<td>{_html_number(values[depth])}</td>" for *_, values in found)
-        rows.append(f'<tr><th scope="row">{depth or "embed"}</th>{cells}</tr>')
-    return (
-        f'<table><thead><tr><th rowspan="2" scope="col">layer</th>{top}</tr><tr>{under}</tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table>"
-    )
-
-
-def _all_statistics(doc: Mapping[str, Any]) -> str:
-    blocks = []
-    for measure in doc["measures"].values():
-        for name, line in measure["lines"].items():
-            part = f" — {_label(name)}" if len(measure["lines"]) > 1 else ""
-            head = "".join(f'<th scope="col">{stat.replace("_", " ")}</th>' for stat in line)
-            rows = []
-            for place, values in enumerate(zip(*line.values())):
-                depth = place + measure["start"]
-                cells = "".join(
-                    f"<td>{v if isinstance(v, int) else _html_number(v)}</td>" for v in values
-                )
-                rows.append(f'<tr><th scope="row">{depth or "embed"}</th>{cells}</tr>')
-            blocks.append(
-                f"<h3>{html.escape(measure['title'] + part)} <small>"
-                f"{html.escape(measure['unit'])}</small></h3>"
-                '<div class="scroll"><table><thead><tr><th scope="col">layer</th>'
-                f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-            )
-    return "".join(blocks)
-
-
-_CSS = """
-:root { --paper: #ffffff; --ink: #22272e; --soft: #5b6470; --rule: #e7e9ec; --wash: #f6f7f8;
-  --accent: #0072b2; color-scheme: light dark; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #15181c; --ink: #e3e6ea; --soft: #9aa3ae; --rule: #2a2f36; --wash: #1c2025;
-    --accent: #56b4e9; } }
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.6 system-ui, -apple-system,
-     "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-header, main, footer { max-width: 1120px; margin: 0 auto; padding: 0 24px; }
-header { padding-top: 64px; }
-.kicker { margin: 0; color: var(--accent); font-size: 14px; letter-spacing: .04em; }
-h1 { margin: 4px 0 12px; font-size: clamp(30px, 5vw, 46px); line-height: 1.12; font-weight: 650;
-  letter-spacing: -.02em; overflow-wrap: anywhere; }
-.lead { max-width: 700px; margin: 0; font-size: 18.5px; line-height: 1.55; color: var(--soft); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 16px 24px;
-  margin: 36px 0 0; padding: 18px 0; border-top: 1px solid var(--rule);
-  border-bottom: 1px solid var(--rule); }
-dt { font-size: 13px; color: var(--soft); }
-dd { margin: 0; font-size: 15px; overflow-wrap: anywhere; }
-small { font-size: .85em; font-weight: 400; color: var(--soft); }
-section { margin-top: 52px; }
-h2 { margin: 0 0 14px; font-size: 23px; font-weight: 620; letter-spacing: -.01em; }
-h3 { margin: 30px 0 8px; font-size: 16px; font-weight: 600; }
-.prose, .prose ul { max-width: 740px; }
-.prose ul { padding-left: 1.1em; margin: 0; }
-.prose li { margin: 0 0 10px; }
-p.prose { margin: 0 0 26px; color: var(--soft); }
-.tokens { max-width: 860px; max-height: 262px; overflow: auto; padding: 18px 22px;
-  border-radius: 8px; background: var(--wash); font: 17px/1.75 Georgia, "Times New Roman", serif;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-.tokens span { border-bottom: 1.5px solid transparent; }
-.tokens span:nth-child(even) { border-color: var(--accent); }
-.tokens span:nth-child(odd) { border-color: color-mix(in srgb, var(--soft) 45%, transparent); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(225px, 1fr)); gap: 16px; }
-.cards > div { padding: 16px 20px; border: 1px solid var(--rule); border-radius: 8px; }
-.cards p { margin: 0; }
-.what { font-size: 14px; }
-.value { font-size: 25px; line-height: 1.5; font-weight: 600; letter-spacing: -.01em;
-  font-variant-numeric: tabular-nums; white-space: nowrap; }
-.value span { color: var(--soft); font-weight: 400; }
-.where { font-size: 13px; color: var(--soft); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr));
-  gap: 44px 40px; }
-figure { margin: 0; min-width: 0; }
-img { display: block; width: 100%; height: auto; }
-figcaption { padding-top: 8px; font-size: 14.5px; line-height: 1.5; color: var(--soft); }
-figcaption p { margin: 0 0 4px; }
-.formula { color: var(--ink); font: 16.5px/1.5 Georgia, "Times New Roman", serif; }
-.source { font-size: 13px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; line-height: 1.35;
-  font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 9px; text-align: right; white-space: nowrap; }
-thead th { font-weight: 600; border-bottom: 1px solid var(--rule); }
-thead tr + tr th { font-weight: 400; color: var(--soft); }
-thead .group { text-align: center; padding-left: 26px; }
-thead tr:has(+ tr) th:not([rowspan]) { border-bottom: 0; }
-tbody th { font-weight: 400; color: var(--soft); }
-tbody tr + tr > * { border-top: 1px solid var(--rule); }
-tbody tr:hover > * { background: var(--wash); }
-details { margin-top: 22px; }
-summary { cursor: pointer; color: var(--accent); }
-code { font-size: .92em; }
-footer { margin-top: 60px; padding-top: 18px; padding-bottom: 48px; font-size: 13px;
-  color: var(--soft); }
-"""

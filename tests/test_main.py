@@ -20,6 +20,7 @@ from tokenizers import decoders, pre_tokenizers, trainers
 
 import svflow as sv
 import svflow.__main__ as command
+from svflow import page as webpage
 from svflow import report
 from svflow.data import PASSAGE
 from svflow.portrait import Portrait, portrait, summary
@@ -212,7 +213,7 @@ def test_one_layer_has_no_cosine():
     )  # fmt: skip
     doc = report.document(found, model, [7, 7, 7], name="m", text=None, pieces=["7"] * 3)
     assert list(doc["measures"]) == [key for key in report.MEASURES if key != "cosine"]
-    page = report.page(doc, report.pictures(doc, "light"), report.pictures(doc, "dark"))
+    page = webpage.page(doc, webpage.pictures(doc, "light"), webpage.pictures(doc, "dark"))
     assert 'id="cosine"' not in page
     assert all(line.count("1.000") == 10 for line in report.table(doc).splitlines()[4:5])
 
@@ -249,7 +250,7 @@ def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch)
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for name in ("portrait", "report.page"):
+    for name in ("portrait", "page.page"):
         with monkeypatch.context() as patch:
             patch.setattr(f"svflow.__main__.{name}", interrupt)
             old = tmp_path / "old"
@@ -314,8 +315,8 @@ def test_values_that_do_not_exist_are_dots_and_gaps():
         ["1", "2.000", "·", "2.000", "2.000"],
         ["2", "3.000", "·", "3.000", "3.000"],
     ]  # fmt: skip
-    pictures = report.pictures(doc, "light"), report.pictures(doc, "dark")
-    page = report.page(doc, *pictures)
+    pictures = webpage.pictures(doc, "light"), webpage.pictures(doc, "dark")
+    page = webpage.page(doc, *pictures)
     assert "<m>" not in page
     assert "&lt;m&gt;" in page
     assert "<span>&lt;s&gt;</span>" in page
