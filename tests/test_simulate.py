@@ -361,8 +361,17 @@ def test_backsolve_needs_and_takes_an_adaptive_controller():
         sv.simulate(flow, x, adjoint=diffrax.BacksolveAdjoint())
 
 
+class DeepFlow(VelocityFlow):
+    """A field that reverse mode needs three intermediate states of."""
+
+    def velocity(self, t, x, context=None):
+        for _ in range(3):
+            x = super().velocity(t, x, context)
+        return x
+
+
 def test_reverse_mode_keeps_one_state_a_step():
-    flow, x = VelocityFlow(normal(0, 64, 64), 60), normal(1, 100, 64)
+    flow, x = DeepFlow(normal(0, 64, 64), 60), normal(1, 100, 64)
 
     def states(checkpoint):
         adjoint = sv.ScanAdjoint(checkpoint=checkpoint)
@@ -375,7 +384,7 @@ def test_reverse_mode_keeps_one_state_a_step():
 
     # One for each step and a few besides; not one buffer of all states for each step.
     assert 55 < states(True) < 75
-    assert states(False) > states(True) + 30
+    assert states(False) > states(True) + 60
 
 
 # Compilation
