@@ -96,10 +96,10 @@ def portrait(
     """
     if not 0 < dt <= 0.5 or abs(1 / dt - 2 * round(0.5 / dt)) > 1e-9:
         raise ValueError(f"dt must be one over an even number, got {dt}")
-    ids = jnp.asarray(ids)
     flow = model.flow
     with jax.default_matmul_precision("highest"):
-        state = model.embed(ids)
+        state = model.embed(ids)  # checks ids before they become an array of fewer bits
+        ids = jnp.asarray(ids)
         if state.shape[0] < 2:
             raise ValueError("a portrait needs at least two tokens, got one")
         _check_finite(state, 0)

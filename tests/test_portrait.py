@@ -338,6 +338,12 @@ def test_what_is_refused(ids, options, message, portraits):
         portrait(portraits["gpt2"][0], np.array(ids), **options)
 
 
+def test_wide_ids_do_not_wrap_into_the_vocabulary(portraits):
+    # As without x64, where JAX makes 1 of 2^32 + 1.
+    with jax.enable_x64(False), pytest.raises(ValueError, match="is outside the vocabulary"):
+        portrait(portraits["gpt2"][0], np.array([1, 2**32 + 1]))
+
+
 def test_states_that_overflow_are_refused_by_layer():
     x0 = jnp.ones((2, 4), jnp.float16)
     with pytest.raises(ValueError, match="state after layer 2 is not finite in float16"):

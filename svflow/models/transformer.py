@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from svflow import attention
 from svflow.dtypes import at_least_float32
@@ -321,7 +321,7 @@ class Transformer(nnx.Module):
 
     def embed(
         self,
-        ids: Int[Array, " tokens"],
+        ids: Int[ArrayLike, " tokens"],
         context: Context | None = None,
         *,
         segments: Int[Array, " tokens"] | None = None,
@@ -339,24 +339,24 @@ class Transformer(nnx.Module):
                 position that has no row in its table. Under jit, such a token's state is nan.
         """
         config = self.config
-        ids = _indices(ids, config.vocab_size, "id", "vocabulary")
-        check_context(context, ids.size)
+        indices = _indices(ids, config.vocab_size, "id", "vocabulary")
+        check_context(context, indices.size)
         if config.positions:
             room = config.positions - config.position_offset
             given = None if context is None else context.positions
             if given is not None:
                 _indices(given, room, "position", "learned positions")
-            elif ids.size > room:
+            elif indices.size > room:
                 raise ValueError(
-                    f"{ids.size} tokens, but {config.family} has {room} learned positions"
+                    f"{indices.size} tokens, but {config.family} has {room} learned positions"
                 )
         if segments is not None:
             if not config.segments:
                 raise ValueError(f"{config.family} has no token types")
             segments = _indices(segments, config.segments, "segment", "token types")
-            if segments.shape != ids.shape:
-                raise ValueError(f"{segments.size} segments for {ids.size} ids")
-        return self.embedding(ids, context, segments)
+            if segments.shape != indices.shape:
+                raise ValueError(f"{segments.size} segments for {indices.size} ids")
+        return self.embedding(indices, context, segments)
 
     def unembed(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens vocab"]:
         """The logits of a state, the final norm included. Raises ValueError without a head."""
@@ -364,7 +364,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self,
-        ids: Int[Array, " tokens"],
+        ids: Int[ArrayLike, " tokens"],
         context: Context | None = None,
         *,
         segments: Int[Array, " tokens"] | None = None,

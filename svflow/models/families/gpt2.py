@@ -14,39 +14,62 @@ from svflow.models.families.base import Family, Keys, Rule, linear, norm, same, 
 QKV = tuple(f"flow.layers.attention.{name}" for name in ("query", "key", "value"))
 
 
-def _read_gpt2(keys: Keys) -> dict:
-    width, depth, heads = keys.size("n_embd"), keys.size("n_layer"), keys.size("n_head")
-    head_width = keys.quotient(width, heads)
-    scale = head_width**-0.5 if keys.flag("scale_attn_weights") else 1.0
-    by_layer = keys.flag("scale_attn_by_inverse_layer_idx")
+def _read(keys: Keys, *, width: str, depth: str, heads: str, hidden: str, positions: str) -> dict:
+    """What both have in their configs, under these names of keys."""
+    d, h = keys.size(width), keys.size(heads)
     return dict(
         vocab_size=keys.size("vocab_size"),
-        width=width,
-        depth=depth,
-        heads=heads,
-        head_width=head_width,
-        hidden=keys.size("n_inner", 4 * width),
+        width=d,
+        depth=keys.size(depth),
+        heads=h,
+        head_width=keys.quotient(d, h),
+        hidden=keys.size(hidden, 4 * d),
         activation=keys.activation("activation_function"),
         gated=False,
         causal=True,
         norm_eps=keys.number("layer_norm_epsilon"),
         norm_bias=True,
         placement="pre",
-        scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(depth)),
-        query_key_bias=True,
-        value_bias=True,
         output_bias=True,
         hidden_bias=True,
-        positions=keys.size("n_positions"),
+        positions=keys.size(positions),
         tied=keys.flag("tie_word_embeddings"),
         initializer_range=keys.number("initializer_range"),
-        residual_init_scale=(2 * depth) ** -0.5,
     )
+
+
+def _read_gpt2(keys: Keys) -> dict:
+    fields = _read(
+        keys,
+        width="n_embd",
+        depth="n_layer",
+        heads="n_head",
+        hidden="n_inner",
+        positions="n_positions",
+    )
+    depth = fields["depth"]
+    scale = fields["head_width"] ** -0.5 if keys.flag("scale_attn_weights") else 1.0
+    by_layer = keys.flag("scale_attn_by_inverse_layer_idx")
+    return {
+        **fields,
+        "scales": tuple(scale / (layer + 1 if by_layer else 1) for layer in range(depth)),
+        "query_key_bias": True,
+        "value_bias": True,
+        "residual_init_scale": (2 * depth) ** -0.5,
+    }
 
 
 # GPT-Neo's projections of queries, keys and values have no bias, and its scores no scale.
 def _read_gpt_neo(keys: Keys) -> dict:
-    width, depth, heads = keys.size("hidden_size"), keys.size("num_layers"), keys.size("num_heads")
+    fields = _read(
+        keys,
+        width="hidden_size",
+        depth="num_layers",
+        heads="num_heads",
+        hidden="intermediate_size",
+        positions="max_position_embeddings",
+    )
+    depth = fields["depth"]
     types = keys.get("attention_layers", kind=list)
     if types is None:
         pairs = keys.get("attention_types")
@@ -56,27 +79,11 @@ def _read_gpt_neo(keys: Keys) -> dict:
         raise ValueError(f"{keys.family}: unknown attention types {unknown}")
     if len(types) != depth:
         raise ValueError(f"{keys.family}: {len(types)} attention types for {depth} layers")
-    return dict(
-        vocab_size=keys.size("vocab_size"),
-        width=width,
-        depth=depth,
-        heads=heads,
-        head_width=keys.quotient(width, heads),
-        hidden=keys.size("intermediate_size", 4 * width),
-        activation=keys.activation("activation_function"),
-        gated=False,
-        causal=True,
-        norm_eps=keys.number("layer_norm_epsilon"),
-        norm_bias=True,
-        placement="pre",
-        scales=(1.0,) * depth,
-        windows=tuple(keys.size("window_size") if t == "local" else 0 for t in types),
-        output_bias=True,
-        hidden_bias=True,
-        positions=keys.size("max_position_embeddings"),
-        tied=keys.flag("tie_word_embeddings"),
-        initializer_range=keys.number("initializer_range"),
-    )
+    return {
+        **fields,
+        "scales": (1.0,) * depth,
+        "windows": tuple(keys.size("window_size") if t == "local" else 0 for t in types),
+    }
 
 
 def _conv1d(hf: str, ours: str) -> list[Rule]:
