@@ -14,7 +14,7 @@ Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a res
 Shapes are single-example; batches are `jax.vmap`.
 """
 
-from svflow import data, geometry
+from svflow import data, geometry, spectra
 from svflow.flow import Context, Flow
 from svflow.models.config import TransformerConfig
 from svflow.models.loading import load, save
@@ -23,6 +23,13 @@ from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.portrait import Portrait, portrait
 from svflow.simulate import ScanAdjoint, Trajectory, simulate
 from svflow.solvers import LieTrotter, Strang
+from svflow.spectra import (
+    causal_spectrum,
+    controls,
+    eigvals,
+    jacobian,
+    layer_jacobians,
+)
 
 __all__ = [
     "Context",

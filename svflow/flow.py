@@ -5,6 +5,7 @@ Axes: `tokens`, the sequence; `width`, the residual stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -85,6 +86,11 @@ class Flow(nnx.Module):
         """Whether the norms that read the state remove its mean, as LayerNorm does."""
         return False
 
+    @property
+    def causal(self) -> bool:
+        """Whether no token's update depends on a later token."""
+        return False
+
     def velocity(
         self, t, x: Float[Array, "tokens width"], context: Context | None = None
     ) -> Float[Array, "tokens width"]:
@@ -120,3 +126,12 @@ class Flow(nnx.Module):
         for k in range(len(self.splitting)):
             x = self.retract(x + self.field(k, layer, x, context))
         return x
+
+    def frozen(
+        self, layer, x: Float[Array, "tokens width"], token, context: Context | None = None
+    ) -> Callable[[Float[Array, " width"]], Float[Array, " width"]]:
+        """The discrete layer as a map of one token's state, the others' states before it fixed.
+
+        What the other tokens contribute may be computed once, here.
+        """
+        return lambda row: self.step(layer, x.at[token].set(row), context)[token]

@@ -5,11 +5,13 @@ Axes: `tokens`; `width`, the residual stream; `vocab`. Those of a layer: `svflow
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from svflow import attention
 from svflow.dtypes import at_least_float32
@@ -17,6 +19,23 @@ from svflow.flow import Context, Flow, check_context
 from svflow.models.config import TransformerConfig
 from svflow.models.layers import Layers, Linear, Norm, activate
 from svflow.simulate import simulate
+
+
+class _Frozen(NamedTuple):
+    """The context of one token among others that stand still.
+
+    Arguments:
+        positions: (1,) the token's position.
+        allowed: (1, keys) the keys it attends to, its own included.
+        token: which of the keys is its own.
+        key, value: (keys, groups, head) of all tokens.
+    """
+
+    positions: Int[Array, " one"]
+    allowed: Bool[Array, "one keys"]
+    token: int | Int[Array, ""]
+    key: Float[Array, "keys groups head"]
+    value: Float[Array, "keys groups head"]
 
 
 class TransformerFlow(Flow):
@@ -56,6 +75,10 @@ class TransformerFlow(Flow):
     @property
     def centered(self) -> bool:
         return self.config.norm == "layer"
+
+    @property
+    def causal(self) -> bool:
+        return self.config.causal
 
     def branch(self, name, t, x, context=None):
         index, part = self._time(t)
@@ -109,7 +132,40 @@ class TransformerFlow(Flow):
             return self._pick(name, index, part)(update)
         return update
 
+    def frozen(self, layer, x, token, context=None):
+        index, part = self._time(layer)
+        _, key, value = self._project(index, part, x, context)
+        fixed = _Frozen(
+            positions=token_positions(x.shape[0], context)[token][None],
+            allowed=self._allowed(index, x.shape[0], context)[token][None],
+            token=token,
+            key=key,
+            value=value,
+        )
+        return lambda row: self.step(layer, row[None], fixed)[0]
+
     def _attention(self, index, part, x, context):
+        config = self.config
+        q, k, v = self._project(index, part, x, context)
+        if isinstance(context, _Frozen):
+            allowed = context.allowed
+            k = context.key.at[context.token].set(k[0])
+            v = context.value.at[context.token].set(v[0])
+        else:
+            allowed = self._allowed(index, x.shape[0], context)
+        weights = attention.attention_weights(
+            q,
+            k,
+            allowed,
+            scale=jnp.asarray(config.scales, x.dtype)[index],
+            softcap=config.attention_softcap,
+        )
+        mixed = attention.mix_values(weights, v).reshape(x.shape[0], -1)
+        output = self._pick("attention", index, part).output
+        return self._post("attention_post_norm", index, part, output(mixed))
+
+    def _project(self, index, part, x, context):
+        """Queries, keys and values, (tokens, heads, head) each, rotated."""
         config = self.config
         tokens = x.shape[0]
         layer = self._pick("attention", index, part)
@@ -127,22 +183,16 @@ class TransformerFlow(Flow):
             q, k = layer.query_norm(q), layer.key_norm(k)
         if config.ropes:
             q, k = self._rotate(index, q, k, context)
-        window = jnp.asarray(config.windows)[index] if any(config.windows) else None
-        allowed = attention.allowed_keys(
+        return q, k, v
+
+    def _allowed(self, index, tokens, context):
+        windows = self.config.windows
+        return attention.allowed_keys(
             tokens,
-            causal=config.causal,
-            window=window,
+            causal=self.config.causal,
+            window=jnp.asarray(windows)[index] if any(windows) else None,
             mask=None if context is None else context.mask,
         )
-        weights = attention.attention_weights(
-            q,
-            k,
-            allowed,
-            scale=jnp.asarray(config.scales, x.dtype)[index],
-            softcap=config.attention_softcap,
-        )
-        mixed = attention.mix_values(weights, v).reshape(tokens, -1)
-        return self._post("attention_post_norm", index, part, layer.output(mixed))
 
     def _rotate(self, index, q, k, context):
         wide = at_least_float32(q.dtype)

@@ -1,0 +1,47 @@
+"""Whether an array fits, before it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import jax
+
+
+def check_memory(what: str, size: int, like: jax.Array) -> None:
+    """Raises MemoryError where `size` bytes exceed the memory of the device that holds `like`.
+
+    On the CPU that is the machine's, or the control group's where it is smaller.
+    """
+    room = _room(like)
+    if room is not None and size > room:
+        raise MemoryError(
+            f"{what} would take {_readable(size)} with what computes them, of {_readable(room)}"
+        )
+
+
+def _room(like) -> int | None:
+    if isinstance(like, jax.core.Tracer) or not isinstance(like, jax.Array):
+        return _host()
+    device = min(like.devices(), key=lambda device: device.id)
+    if device.platform == "cpu":
+        return _host()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _host() -> int | None:
+    rooms = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        rooms.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(ValueError, OSError):  # "max" where there is no limit
+        rooms.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(rooms, default=None)
+
+
+def _readable(size: int) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,210 @@
+"""Eigenvalues of nonsymmetric matrices, and the principal eigenvector, with their derivatives."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jaxtyping import Array, Complex, Float
+
+from svflow.spectra import lapack
+
+HOST = "LAPACK on the host"
+
+
+def eigvals(J: Float[Array, "*stack width width"]) -> Complex[Array, "*stack width"]:
+    r"""The eigenvalues of each matrix of a stack, by decreasing modulus.
+
+    Conjugate pairs stand together, the one with positive imaginary part first. On the CPU it is
+    LAPACK's geev in float64, the matrices in parallel threads; on an accelerator the native solver
+    where JAX has one, otherwise the host: `backend` says which.
+
+    The derivative is d lambda_i = y_i^H dJ x_i / y_i^H x_i, with the left and right eigenvectors;
+    it exists for simple eigenvalues.
+
+    Raises:
+        ValueError: what is not a stack of square real matrices, or is not finite (by its index,
+            where its values are known; under jit the eigenvalues are nan).
+        RuntimeError: differentiated where an eigenvalue is repeated to working precision.
+    """
+    J = lapack.check_matrices(J)
+    lapack.check_finite(J)
+    return _eigvals(J)
+
+
+def backend(J: Float[Array, "*stack width width"]) -> str:
+    """What computes the eigenvalues of an array: `HOST` or the name of the array's platform."""
+    return platform(J) if _native(platform(J)) else HOST
+
+
+@functools.cache
+def _native(platform: str) -> bool:
+    """Whether JAX has a nonsymmetric eigensolver for an accelerator."""
+    if platform == "cpu":
+        return False
+    one = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    try:
+        jax.jit(jnp.linalg.eigvals).trace(one).lower(lowering_platforms=(platform,))
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+class Principal(NamedTuple):
+    """An eigenpair J x = value x.
+
+    Arguments:
+        value: () complex; of a conjugate pair, the one with positive imaginary part.
+        vector: (width,) complex, of unit norm, its entry of largest modulus real and positive.
+    """
+
+    value: Complex[Array, "*stack"]
+    vector: Complex[Array, "*stack width"]
+
+
+def principal(J: Float[Array, "*stack width width"], *, shift: float = 0.0) -> Principal:
+    r"""The eigenpair with the largest |shift + lambda| of each matrix.
+
+    With shift 0 it is the dominant pair of x -> J x; with shift 1, of the residual map
+    x -> x + J x.
+
+    Its derivative is that of the implicit equations J x = lambda x, x^H x = 1, the phase kept:
+
+        [ J - lambda I   -x ] [ dx      ]   [ -dJ x ]
+        [ x^H             0 ] [ dlambda ] = [   0   ]
+
+    which has a solution for a simple eigenvalue.
+
+    Raises:
+        ValueError: as `eigvals`.
+        RuntimeError: differentiated where the eigenvalue is repeated to working precision.
+    """
+    J = lapack.check_matrices(J)
+    lapack.check_finite(J)
+    return Principal(*_principal(shift, J))
+
+
+def _solved(solve, matrix):
+    try:
+        return solve(matrix)
+    except np.linalg.LinAlgError as error:
+        raise FloatingPointError(f"LAPACK's geev did not converge: {error}") from error
+
+
+def _geev(matrix):
+    return (_solved(np.linalg.eigvals, matrix),)
+
+
+def _geev_vectors(matrix):
+    """Eigenvalues, and left and right eigenvectors of unit norm in columns."""
+    return _solved(lambda a: scipy.linalg.eig(a, left=True, right=True), matrix)
+
+
+_VALUES = lapack.Solver(_geev, lambda shape: [(shape[:1], True)], "eigvals", "see eigvals")
+_VECTORS = lapack.Solver(
+    _geev_vectors,
+    lambda shape: [(shape[:1], True), (shape, True), (shape, True)],
+    "a derivative of eigenvalues",
+    "second derivatives of nonsymmetric eigenproblems are not provided",
+)
+
+
+@jax.custom_jvp
+def _eigvals(J):
+    values = jnp.linalg.eigvals(J) if _native(platform(J)) else lapack.on_host(_VALUES, J)[0]
+    # Moduli of a conjugate pair are exactly equal: a stable sort leaves pairs together.
+    order = jnp.argsort(-jnp.abs(values), axis=-1, stable=True)
+    return jnp.take_along_axis(values, order, axis=-1)
+
+
+@_eigvals.defjvp
+def _(primals, tangents):
+    (J,), (dJ,) = primals, tangents
+    values, left, right = lapack.on_host(_VECTORS, J)
+    order = jnp.argsort(-jnp.abs(values), axis=-1, stable=True)
+    values = jnp.take_along_axis(values, order, axis=-1)
+    left, right = (jnp.take_along_axis(v, order[..., None, :], axis=-1) for v in (left, right))
+    overlap = jnp.sum(jnp.conj(left) * right, axis=-2)
+    eye = jnp.eye(values.shape[-1], dtype=bool)
+    apart = jnp.where(eye, jnp.inf, jnp.abs(values[..., :, None] - values[..., None, :]))
+    overlap = _simple(overlap, jnp.min(apart, axis=-1), J)
+    with jax.default_matmul_precision("highest"):
+        moved = dJ.astype(values.dtype) @ right
+    return values, jnp.sum(jnp.conj(left) * moved, axis=-2) / overlap
+
+
+def _simple(overlap, apart, J):
+    """The overlaps y^H x, raising where an eigenvalue is not simple to working precision."""
+    rounding = J.shape[-1] * jnp.finfo(J.dtype).eps
+    size = jnp.linalg.norm(J, axis=(-2, -1))[..., None]
+    bad = jnp.any((apart <= rounding * size) | (jnp.abs(overlap) <= rounding))
+    return eqx.error_if(
+        overlap,
+        bad,
+        "an eigenvalue is repeated to working precision: it has no derivative. Differentiate a "
+        "symmetric function of the matrix, such as its trace or singular values, instead",
+    )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _principal(shift, J):
+    return _principal_full(shift, J)[:2]
+
+
+def _principal_full(shift, J):
+    values, left, right = lapack.on_host(_VECTORS, J)
+    place = _largest(shift, values)
+    value, x, y = _at(values, place), _at(right, place), _at(left, place)
+    largest = jnp.argmax(jnp.abs(x), axis=-1, keepdims=True)
+    entry = jnp.take_along_axis(x, largest, axis=-1)
+    x = x * jnp.conj(entry) / jnp.abs(entry).astype(x.dtype)
+    others = jnp.arange(values.shape[-1]) != place[..., None]
+    apart = jnp.min(jnp.where(others, jnp.abs(values - value[..., None]), jnp.inf), axis=-1)
+    return value, x, y, largest, apart
+
+
+def _largest(shift, values):
+    """Where |shift + lambda| is largest; of a pair, the positive imaginary part (it comes first)."""
+    return jnp.argmax(jnp.abs(values + jnp.asarray(shift, values.dtype)), axis=-1)
+
+
+def _at(array, place):
+    """Entry or column `place` of each member of a stack."""
+    if array.ndim == place.ndim + 1:
+        return jnp.take_along_axis(array, place[..., None], axis=-1)[..., 0]
+    return jnp.take_along_axis(array, place[..., None, None], axis=-1)[..., 0]
+
+
+@_principal.defjvp
+def _(shift, primals, tangents):
+    (J,), (dJ,) = primals, tangents
+    value, x, y, largest, apart = _principal_full(shift, J)
+    overlap = jnp.sum(jnp.conj(y) * x, axis=-1, keepdims=True)
+    overlap = _simple(overlap, apart[..., None], J)
+    width = x.shape[-1]
+    with jax.default_matmul_precision("highest"):
+        moved = (dJ.astype(x.dtype) @ x[..., None])[..., 0]
+        dvalue = jnp.sum(jnp.conj(y) * moved, axis=-1, keepdims=True) / overlap
+        shifted = J.astype(x.dtype) - value[..., None, None] * jnp.eye(width, dtype=x.dtype)
+        bordered = jnp.concatenate([shifted, -x[..., None]], axis=-1)
+        last = jnp.concatenate([jnp.conj(x), jnp.zeros_like(x[..., :1])], axis=-1)
+        bordered = jnp.concatenate([bordered, last[..., None, :]], axis=-2)
+        right_side = jnp.concatenate([-moved, jnp.zeros_like(x[..., :1])], axis=-1)
+        dx = jnp.linalg.solve(bordered, right_side[..., None])[..., :width, 0]
+    # The solution keeps x^H dx = 0; the phase convention keeps the largest entry real.
+    turned = jnp.take_along_axis(dx, largest, axis=-1).imag
+    entry = jnp.take_along_axis(x, largest, axis=-1).real
+    dx = dx - (jax.lax.complex(jnp.zeros_like(turned), turned / entry)) * x
+    return (value, x), (dvalue[..., 0], dx)
+
+
+def platform(J) -> str:
+    """Where an array is; under a transform, where its values will be."""
+    if isinstance(J, jax.core.Tracer):
+        return jax.default_backend()
+    return min(J.devices(), key=lambda device: device.id).platform

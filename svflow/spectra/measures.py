@@ -1,0 +1,201 @@
+"""Measures of a Jacobian's spectrum, and what a matrix of noise gives for each.
+
+Axes: `stack`, any leading axes, the last of them layers; `width`, twice: J[i, j] = d y_i / d x_j.
+
+Source: the measures of Fernando and Guitchounts, arXiv 2605.14258; the departure from normality is
+Henrici's, Numer. Math. 4, 1962; effective rank: Roy and Vetterli, EUSIPCO 2007.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Complex, Float
+
+from svflow.dtypes import at_least_float32
+from svflow.spectra import eigenvalues, ginibre, lapack
+from svflow.spectra.products import effective_rank, participation_ratio
+
+
+class Measures(NamedTuple):
+    r"""The spectrum of each matrix J of a stack, R = J - I, J = U diag(sigma) V^T.
+
+    Arguments:
+        eigenvalues: lambda, by decreasing modulus.
+        singular_values: sigma, descending.
+        complex_fraction: the share of eigenvalues with |Im lambda| > tau |lambda|.
+        spectral_radius: max |lambda|.
+        condition_number: sigma_1 / sigma_d, infinite for a singular matrix.
+        expanding_eigenvalues, expanding_singular_values: the shares with |lambda| > 1, sigma > 1.
+        henrici_departure: sqrt(|J|_F^2 - sum |lambda|^2) / |J|_F, 0 for a normal matrix.
+        symmetric_part: |(J + J^T) / 2|_F^2 / |J|_F^2, 1 for a symmetric matrix.
+        self_alignment: |U_k^T V_k|_F^2 / k for the `top` = k largest singular values: whether the
+            directions that come out largest are those that go in largest.
+        forward_alignment: |U_k^T V'_k|_F^2 / k with V' of the next matrix along the stack's last
+            axis: whether what a layer makes large the next one reads; nan for the last.
+        update_ratio: |R|_F / |J|_F.
+        effective_rank: exp of the entropy of sigma / sum sigma.
+        participation_ratio: (sum sigma^2)^2 / sum sigma^4.
+        top: k.
+        on_host: whether LAPACK on the host computed the eigenvalues, see `backend`.
+    """
+
+    eigenvalues: Complex[Array, "*stack width"]
+    singular_values: Float[Array, "*stack width"]
+    complex_fraction: Float[Array, "*stack"]
+    spectral_radius: Float[Array, "*stack"]
+    condition_number: Float[Array, "*stack"]
+    expanding_eigenvalues: Float[Array, "*stack"]
+    expanding_singular_values: Float[Array, "*stack"]
+    henrici_departure: Float[Array, "*stack"]
+    symmetric_part: Float[Array, "*stack"]
+    self_alignment: Float[Array, "*stack"]
+    forward_alignment: Float[Array, "*stack"]
+    update_ratio: Float[Array, "*stack"]
+    effective_rank: Float[Array, "*stack"]
+    participation_ratio: Float[Array, "*stack"]
+    top: int
+    on_host: bool
+
+    @property
+    def ginibre(self) -> dict[str, np.ndarray]:
+        """Each measure's expectation for a Gaussian matrix of the same width and norm, by name."""
+        return baseline(self.singular_values, int(self.top))
+
+    @property
+    def excess(self) -> dict[str, np.ndarray]:
+        """Each measure less that expectation, by name."""
+        return {name: np.asarray(getattr(self, name)) - e for name, e in self.ginibre.items()}
+
+
+SCALARS = Measures._fields[2:-2]
+"""The names of the measures that are one number per matrix."""
+
+
+def measures(
+    J: Float[Array, "*stack width width"], *, top: int | None = None, tau: float = 1e-6
+) -> Measures:
+    """Every measure of every matrix of a stack, see `Measures`.
+
+    Arguments:
+        J: the matrices.
+        top: how many singular directions the alignments compare; by default a 32nd of the width,
+            at least one. By chance they are top / width.
+        tau: from which relative imaginary part on an eigenvalue counts as complex.
+
+    Derivatives: those of eigenvalues (see `eigvals`) and of singular values.
+
+    Raises:
+        ValueError: what is not a stack of square real matrices, a matrix that is not finite (by
+            its index), or a `top` outside 1 .. width.
+        RuntimeError: differentiated where a measure has no derivative.
+    """
+    J = lapack.check_matrices(J)
+    lapack.check_finite(J)
+    width = J.shape[-1]
+    top = max(1, width // 32) if top is None else top
+    if not 1 <= top <= width:
+        raise ValueError(f"top must be one of 1 .. {width}, got {top}")
+    J = J.astype(at_least_float32(J.dtype))
+    values = eigenvalues.eigvals(J)
+    U, sigma, Vh = _svd(J)
+    U, Vh = U[..., :top], Vh[..., :top, :]
+    squares = jnp.sum(sigma**2, axis=-1)
+    modulus = jnp.abs(values)
+    forward = jnp.full(J.shape[:-2], jnp.nan, sigma.dtype)
+    if J.ndim > 2:
+        between = _alignment(Vh[..., 1:, :, :], U[..., :-1, :, :])
+        forward = forward.at[..., :-1].set(between)
+    departure = squares - jnp.sum(modulus**2, axis=-1)
+    symmetric = (J + jnp.swapaxes(J, -1, -2)) / 2
+    return Measures(
+        eigenvalues=values,
+        singular_values=sigma,
+        complex_fraction=_share(jnp.abs(values.imag) > tau * modulus, sigma.dtype),
+        spectral_radius=jnp.max(modulus, axis=-1),
+        condition_number=sigma[..., 0] / sigma[..., -1],
+        expanding_eigenvalues=_share(modulus > 1, sigma.dtype),
+        expanding_singular_values=_share(sigma > 1, sigma.dtype),
+        henrici_departure=_root(departure) / jnp.sqrt(squares),
+        symmetric_part=jnp.sum(symmetric**2, axis=(-2, -1)) / squares,
+        self_alignment=_alignment(Vh, U),
+        forward_alignment=forward,
+        update_ratio=_root(jnp.sum((J - jnp.eye(width, dtype=J.dtype)) ** 2, axis=(-2, -1)))
+        / jnp.sqrt(squares),
+        effective_rank=effective_rank(sigma),
+        participation_ratio=participation_ratio(sigma),
+        top=top,
+        on_host=eigenvalues.backend(J) == eigenvalues.HOST,
+    )
+
+
+def baseline(singular_values: Float[Array, "*stack width"], top: int) -> dict[str, np.ndarray]:
+    """What `svflow.spectra.ginibre` expects of each measure, at these widths and norms."""
+    sigma = np.asarray(singular_values, np.float64)
+    d = sigma.shape[-1]
+    r = np.sqrt(np.mean(sigma**2, axis=-1))  # |J|_F / sqrt(d), the radius of the circular law
+    constant = {
+        "complex_fraction": ginibre.complex_fraction(d),
+        "condition_number": ginibre.condition_number(d),
+        "henrici_departure": ginibre.henrici_departure(d),
+        "symmetric_part": ginibre.symmetric_part(d),
+        "self_alignment": ginibre.self_alignment(d, top),
+        "forward_alignment": ginibre.self_alignment(d, top),
+        "effective_rank": ginibre.effective_rank(d),
+        "participation_ratio": ginibre.participation_ratio(d),
+    }
+    scaled = {
+        "spectral_radius": ginibre.spectral_radius(d, r),
+        "expanding_eigenvalues": ginibre.expanding_eigenvalues(r),
+        "expanding_singular_values": ginibre.expanding_singular_values(r),
+        "update_ratio": ginibre.residual_ratio(r),
+    }
+    found = {name: np.broadcast_to(value, r.shape) for name, value in constant.items()} | scaled
+    return {name: np.asarray(found[name]) for name in SCALARS}
+
+
+def _share(condition, dtype):
+    return jnp.mean(condition.astype(dtype), axis=-1)
+
+
+def _alignment(Vh, U):
+    product = jnp.matmul(Vh, U, precision="highest")
+    return jnp.sum(product**2, axis=(-2, -1)) / U.shape[-1]
+
+
+@jax.custom_jvp
+def _root(x):
+    """sqrt(max(x, 0)): what is 0 but for rounding may be below it."""
+    return jnp.sqrt(jnp.maximum(x, 0))
+
+
+@_root.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    y = _root(x)
+    message = "a departure or an update that is zero has no derivative: it is a norm's kink"
+    return y, dx / (2 * eqx.error_if(y, y == 0, message))
+
+
+_SVD = lapack.Solver(
+    np.linalg.svd,
+    lambda shape: [(shape, False), (shape[:1], False), (shape, False)],
+    "a derivative of singular vectors",
+    "",
+)
+
+
+@jax.custom_jvp
+def _svd(J):
+    if isinstance(J, jax.core.Tracer) or eigenvalues.platform(J) != "cpu":
+        return tuple(jnp.linalg.svd(J))
+    return lapack.on_host(_SVD, J)
+
+
+@_svd.defjvp
+def _(primals, tangents):
+    return jax.jvp(lambda J: tuple(jnp.linalg.svd(J)), primals, tangents)

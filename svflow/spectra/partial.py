@@ -1,0 +1,673 @@
+"""The leading part of a spectrum, matrix-free: eigenvalues of a layer, singular values of a span.
+
+A Krylov method sees a matrix through products with vectors, so it can be wrong in ways that a
+dense solver cannot: it may stop early, find one copy of a repeated value, or miss a value. What is
+returned here is therefore checked after the fact (`_leading`, `_conditions`), and `converged` says
+for each value whether the checks passed. Jacobians small enough to be written down are.
+
+Axes: `k`, the values asked for; `n`, the coordinates of the map, tokens * width or width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import diffrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jaxtyping import Array, Bool, Complex, Float
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigs, eigsh
+
+from svflow.dtypes import at_least_float32
+from svflow.flow import Context, Flow, check_context
+from svflow.simulate import simulate
+
+SCOPES = ("isolated", "frozen", "full")
+
+DENSE = 256  # Coordinates up to which n products and LAPACK take no longer than a Krylov method.
+
+
+class PartialSpectrum(NamedTuple):
+    """The eigenvalues of largest modulus of a Jacobian A.
+
+    Arguments:
+        values: (k,) by decreasing modulus; the members of a conjugate pair are neighbours, the one
+            with the positive imaginary part first. If k cuts a pair, that one is the last value,
+            and its conjugate is an eigenvalue too. nan for a value that was not found.
+        vectors: (k, n) right eigenvectors, one a row, of unit length, the largest entry positive.
+        residuals: (k,) |A v - lambda v|, computed from the vectors and values returned.
+        condition: (k,) |y| |v| / |y^H v| with y the left eigenvector: how far lambda moves at most
+            for a change of A of unit norm, to first order. Infinite where it could not be computed.
+        converged: (k,) whether to first order |lambda - exact| <= tol |A|, that is
+            condition * max(residual, eps |A|) <= tol |A|, and no eigenvalue is missing above it.
+    """
+
+    values: Complex[Array, " k"]
+    vectors: Complex[Array, "k n"]
+    residuals: Float[Array, " k"]
+    condition: Float[Array, " k"]
+    converged: Bool[Array, " k"]
+
+
+class LeadingSingular(NamedTuple):
+    """The largest singular values of a Jacobian A.
+
+    Arguments:
+        values: (k,) by decreasing size; nan for a value that was not found.
+        left, right: (k, n) singular vectors, one a row, A right_i = values_i left_i; the largest
+            entry of right_i is positive.
+        residuals: (k,) max(|A v - s u|, |A^T u - s v|), which bounds the distance to a singular
+            value.
+        converged: (k,) whether max(residual, eps |A|) <= tol |A| and no singular value is missing
+            above it.
+    """
+
+    values: Float[Array, " k"]
+    left: Float[Array, "k n"]
+    right: Float[Array, "k n"]
+    residuals: Float[Array, " k"]
+    converged: Bool[Array, " k"]
+
+
+def partial_spectrum(
+    flow: Flow,
+    layer: int,
+    x: Float[Array, "tokens width"],
+    k: int,
+    *,
+    scope: str = "full",
+    token: int = -1,
+    tol: float | None = None,
+    context: Context | None = None,
+    max_iterations: int = 100,
+    seed: int = 0,
+) -> PartialSpectrum:
+    """The k eigenvalues of largest modulus of one layer's Jacobian, without forming it.
+
+    By implicitly restarted Arnoldi (ARPACK) on `jax.jvp` of the step, for the left vectors on
+    `jax.vjp`; up to 256 coordinates, or for a third of the spectrum or more, by LAPACK on the
+    matrix itself.
+
+    After the eigenvalues are found, a second run from a new random start, orthogonal to what was
+    found, looks for larger ones that the first one missed, until there are none. So the flags can
+    be trusted with probability one in the start, not with certainty. They are about the values: an
+    eigenvalue of a Jordan block is wrong by about eps^(1/m) however small its residual, which its
+    condition tells, and its flag is False. Where several eigenvalues share the modulus of the
+    k-th, any of them may be returned; where many do, as for an orthogonal matrix, none may be
+    found.
+
+    Arguments:
+        flow: the flow; its weights are arguments of the compiled programs.
+        layer: of the flow, 0 to depth - 1.
+        x: (tokens, width) the state before the layer.
+        k: how many eigenvalues, 1 to n.
+        scope: "full", all tokens to all tokens; "frozen", one token in its real context;
+            "isolated", one token alone.
+        token: of the scopes "frozen" and "isolated".
+        tol: the error of a value that counts as converged, relative to |A|; None for eps^(2/3) of
+            the state's type: 4e-11 in float64, 2e-5 in float32.
+        context: positions and padding; "isolated" has none.
+        max_iterations: bounds the restarts of each run.
+        seed: of the random starts.
+
+    Returns:
+        Values, vectors, and what is known of them. It works on the host and cannot be transformed.
+
+    Raises:
+        ValueError: a wrong flow, layer, shape or type of x, token, k, scope, tolerance or
+            context; a state or a product with the layer's Jacobian that is not finite.
+
+    Source: R. B. Lehoucq, D. C. Sorensen and C. Yang, "ARPACK Users' Guide", 1998; the deflated
+    second run and the condition from both invariant subspaces, derived here.
+    """
+    x = _checked_state(flow, x, context)
+    layer, token = _index(layer, "layer", flow.depth), _token(token, x.shape[0])
+    if scope not in SCOPES:
+        raise ValueError(f"scope must be one of {SCOPES}, got {scope!r}")
+    point = x if scope == "full" else x[token]
+    where = (flow, jnp.int32(layer), x, jnp.int32(token), context)
+    name = f"the Jacobian of layer {layer}"
+    A = _operator(
+        functools.partial(_step_jvp, *where, scope=scope),
+        functools.partial(_step_vjp, *where, scope=scope),
+        point,
+        name,
+    )
+    _finite(np.asarray(_step(*where, scope=scope)), f"layer {layer} at x")
+    found = _eigenpairs(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
+    return PartialSpectrum(*_rounded(found, x.dtype))
+
+
+def propagator_singular_values(
+    flow: Flow,
+    x: Float[Array, "tokens width"],
+    k: int,
+    *,
+    t0: float = 0.0,
+    t1: float | None = None,
+    dt: float = 1.0,
+    solver: diffrax.AbstractSolver | None = None,
+    token: int | None = None,
+    tol: float | None = None,
+    context: Context | None = None,
+    max_iterations: int = 100,
+    seed: int = 0,
+) -> LeadingSingular:
+    """The k largest singular values of the propagator d x(t1) / d x(t0), without forming it.
+
+    Their logarithms over t1 - t0 are the largest finite-time Lyapunov exponents. By the symmetric
+    Lanczos process (ARPACK) on A^T A, with `jax.jvp` and `jax.vjp` of `simulate`, and the singular
+    value decomposition of A on the subspace that it finds, which undoes the squaring; then the
+    same check as in `partial_spectrum`, on A with the found singular vectors projected out on both
+    sides. Small Jacobians are written down, as there.
+
+    Arguments:
+        flow, t0, t1, dt, solver, context: of `simulate`, which integrates with fixed steps.
+        x: (tokens, width) the state at t0.
+        k: how many singular values, 1 to n.
+        token: None for all tokens to all tokens; otherwise the one whose state at t0 and at t1 are
+            meant, all others at t0 held fixed.
+        tol: the error of a value that counts as converged, relative to the largest; None for
+            eps^(2/3) of the state's type.
+        max_iterations: bounds the restarts of each run.
+        seed: of the random starts.
+
+    Returns:
+        Values, vectors, and what is known of them. It works on the host and cannot be transformed.
+
+    Raises:
+        ValueError: as `partial_spectrum` and `simulate`.
+    """
+    x = _checked_state(flow, x, context)
+    place = None if token is None else jnp.int32(_token(token, x.shape[0]))
+    options = dict(t0=float(t0), t1=float(flow.depth if t1 is None else t1), dt=float(dt))
+    point = x if place is None else x[place]
+    name = "the propagator from t = {t0:g} to {t1:g}".format(**options)
+    jvp, vjp, value = (
+        functools.partial(f, flow, x, place, context, solver=solver, **options)
+        for f in (_span_jvp, _span_vjp, _span)
+    )
+    _finite(np.asarray(value()), "the state at t1")
+    A = _operator(jvp, vjp, point, name)
+    found = _singular_triplets(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
+    return LeadingSingular(*_rounded(found, x.dtype))
+
+
+# The maps. Weights, states and places are arguments of the compiled programs.
+
+
+def _step_map(flow, layer, x, token, context, scope):
+    """The layer as a map of one token or of all, and the point where it is taken."""
+    if scope == "full":
+        return lambda y: flow.step(layer, y, context), x
+    if scope == "frozen":
+        return lambda row: flow.step(layer, x.at[token].set(row), context)[token], x[token]
+    return lambda row: flow.step(layer, row[None], None)[0], x[token]
+
+
+def _span_map(flow, x, token, context, solver, t0, t1, dt):
+    def end(y):
+        run = simulate(flow, y, solver=solver, dt=dt, ts=[t1], t0=t0, t1=t1, context=context)
+        return run.xs[-1]
+
+    if token is None:
+        return end, x
+    return lambda row: end(x.at[token].set(row))[token], x[token]
+
+
+def _programs(make, static):
+    """The map, its jvp and its vjp as compiled functions, in full precision."""
+
+    def value(*where, **options):
+        function, point = make(*where, **options)
+        return function(point)
+
+    def jvp(*where, **options):
+        *where, v = where
+        function, point = make(*where, **options)
+        return jax.jvp(function, (point,), (v,))[1]
+
+    def vjp(*where, **options):
+        *where, u = where
+        function, point = make(*where, **options)
+        return jax.vjp(function, point)[1](u)[0]
+
+    def compiled(program):
+        # Accelerators multiply float32 matrices in fewer bits by default.
+        precise = jax.default_matmul_precision("highest")(program)
+        return jax.jit(precise, static_argnames=static)
+
+    return compiled(value), compiled(jvp), compiled(vjp)
+
+
+_step, _step_jvp, _step_vjp = _programs(_step_map, ("scope",))
+_span, _span_jvp, _span_vjp = _programs(_span_map, ("solver", "t0", "t1", "dt"))
+
+
+class _Operator(NamedTuple):
+    """A square real matrix through its products, on the host in float64.
+
+    Arguments:
+        apply, transpose: v -> A v and u -> A^T u.
+        n: its size.
+        eps: of the arithmetic inside the products.
+        name: in messages.
+    """
+
+    apply: Callable[[np.ndarray], np.ndarray]
+    transpose: Callable[[np.ndarray], np.ndarray]
+    n: int
+    eps: float
+    name: str
+
+
+def _operator(jvp, vjp, point, name) -> _Operator:
+    """The Jacobian at a point. Vectors are float64 on the host: the products are what costs."""
+
+    def product(program):
+        def apply(v):
+            # Without jnp: an eager cast would be a program of its own.
+            out = program(np.asarray(v, point.dtype).reshape(point.shape))
+            out = np.asarray(out).astype(np.float64).ravel()
+            _finite(out, name)
+            return out
+
+        return apply
+
+    return _Operator(
+        product(jvp), product(vjp), point.size, float(jnp.finfo(point.dtype).eps), name
+    )
+
+
+def _finite(values, name):
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} is not finite")
+
+
+def _rounded(found, dtype):
+    """The results in the precision of the state, float32 at least."""
+    real = at_least_float32(dtype)
+    types = {"f": real, "c": jnp.result_type(real, jnp.complex64), "b": np.dtype(bool)}
+    return tuple(jnp.asarray(a.astype(types[a.dtype.kind])) for a in map(np.asarray, found))
+
+
+# What is refused
+
+
+def _checked_state(flow, x, context):
+    if not isinstance(flow, Flow):
+        raise ValueError(f"flow must be an svflow.Flow, got {type(flow).__name__}")
+    shape = jnp.shape(x)
+    if len(shape) != 2 or shape[1] != flow.width or shape[0] < 1:
+        raise ValueError(
+            f"x must have shape (tokens, {flow.width}) with at least one token, got {shape}"
+        )
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError("partial spectra are computed on the host: not under a JAX transform")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be floating point, got {x.dtype}")
+    check_context(context, shape[0])
+    _finite(np.asarray(x), "x")
+    return x
+
+
+def _index(value, name, stop, start=0) -> int:
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    if not start <= index < stop:
+        raise ValueError(f"{name} must be from {start} to {stop - 1}, got {index}")
+    return index
+
+
+def _token(token, tokens) -> int:
+    return _index(token, "token", tokens, -tokens) % tokens
+
+
+def _settings(A, k, tol, max_iterations, seed):
+    k = _index(k, "k", A.n + 1, 1)
+    max_iterations = _index(max_iterations, "max_iterations", 2**31, 1)
+    tol = A.eps ** (2 / 3) if tol is None else float(tol)
+    if not 0 < tol < 1:
+        raise ValueError(f"tol must be between 0 and 1, got {tol}")
+    return k, tol, max_iterations, np.random.default_rng(seed)
+
+
+# Linear algebra: on any operator
+
+
+def _norm(A: _Operator, rng: np.random.Generator) -> float:
+    """|A| from below, by power iteration on A^T A; safe from overflow and underflow."""
+    v, size = _unit(rng.standard_normal(A.n))[0], 0.0
+    for _ in range(8):
+        u, stretch = _unit(A.apply(v))
+        size = max(size, stretch)
+        v, stretch = _unit(A.transpose(u))
+        size = max(size, stretch)
+        if stretch == 0:
+            break
+    return size
+
+
+def _unit(v):
+    """v / |v| and |v|; (0, 0) for v = 0."""
+    peak = np.abs(v).max()
+    if peak == 0:
+        return v, 0.0
+    v = v / peak
+    length = np.linalg.norm(v)
+    return v / length, float(peak * length)
+
+
+def _scaled(A: _Operator, size: float) -> tuple[_Operator, float]:
+    """A / s with s about |A|, a power of two: ARPACK's tests know no scale but 1."""
+    s = math.ldexp(1.0, math.frexp(size)[1])
+    return A._replace(apply=lambda v: A.apply(v) / s, transpose=lambda u: A.transpose(u) / s), s
+
+
+def _is_dense(n: int, k: int) -> bool:
+    return n <= DENSE or 3 * k >= n
+
+
+def _explicit(A: _Operator) -> np.ndarray:
+    return np.stack([A.apply(e) for e in np.eye(A.n)], axis=1)
+
+
+class _Eigen(NamedTuple):
+    """What `_leading` asks of an eigenvalue problem. A Q is kept beside the basis Q."""
+
+    A: _Operator
+    symmetric: bool = False
+    power: int = 1
+
+    def deflated(self, Q, AQ):
+        # Q spans an invariant subspace, so these are the other eigenvalues, and zeros.
+        return lambda v: _without(Q, self.A.apply(_without(Q, v)))
+
+    def moduli(self, Q, AQ):
+        return np.sort(np.abs(np.linalg.eigvals(Q.T @ AQ)))[::-1]
+
+
+class _Singular(NamedTuple):
+    """The same for singular values: the eigenvalues of A^T A are their squares."""
+
+    A: _Operator
+    symmetric: bool = True
+    power: int = 2
+
+    def deflated(self, Q, AQ):
+        # Without the left vectors too: otherwise rounding would hide values below sqrt(eps) |A|.
+        U = _left_basis(AQ)
+
+        def apply(v):
+            u = _without(U, self.A.apply(_without(Q, v)))
+            return _without(Q, self.A.transpose(_without(U, u)))
+
+        return apply
+
+    def moduli(self, Q, AQ):
+        return np.linalg.svd(AQ, compute_uv=False)
+
+
+def _left_basis(AQ):
+    """An orthonormal basis of the columns of A Q that are not rounding errors."""
+    U, s, _ = np.linalg.svd(AQ, full_matrices=False)
+    return U[:, s > 1e-15 * s.max(initial=0)]
+
+
+def _without(Q, v):
+    return v - Q @ (Q.T @ v)
+
+
+def _leading(problem, k, tol, max_iterations, rng):
+    """A basis Q of an invariant subspace that holds the k values of largest modulus.
+
+    After k values are found, the rest of the spectrum is asked for its largest value, from a new
+    random start. If it exceeds the k-th, it was missed, for example as a further copy of a
+    repeated value: it joins the basis, and the rest is asked again.
+
+    Returns:
+        Q (n, m) orthonormal, A Q, and the largest modulus outside, inf if it is not known.
+    """
+    A = problem.A
+    Q = AQ = np.zeros((A.n, 0))
+    kth = -np.inf
+    for _ in range(2 * k + 8):
+        short = max(k - Q.shape[1], 0)
+        apply = problem.deflated(Q, AQ)
+        start = _without(Q, rng.standard_normal((A.n, max(short, 1))))
+        bound = np.inf
+        if not short:
+            # With a gap behind the k-th this settles it, however slowly the rest would converge.
+            bound = _radius_bound(apply, start[:, 0]) ** (1 / problem.power)
+            if bound <= kth + tol:
+                break
+        floor = (10 * np.finfo(float).eps) ** problem.power
+        accuracy = max(A.eps, 1e-3 * tol)
+        values, vectors, complete = _arpack(
+            apply, start, problem.symmetric, floor, accuracy, max_iterations
+        )
+        largest = np.abs(values).max(initial=0) ** (1 / problem.power)
+        if complete and not short and largest <= kth + tol:
+            bound = largest
+            break
+        new = _new_directions(Q, vectors)
+        if new.shape[1] == 0:
+            break
+        Q = np.hstack([Q, new])
+        AQ = np.hstack([AQ, np.stack([A.apply(q) for q in new.T], axis=1)])
+        if Q.shape[1] >= k:
+            kth = problem.moduli(Q, AQ)[k - 1]
+    else:
+        bound = np.inf
+    return Q, AQ, bound
+
+
+def _arpack(apply, start, symmetric, floor, tol, max_iterations):
+    """The eigenvalues of largest modulus, as many as `start` has columns or more.
+
+    Returns:
+        All values that ARPACK gives, the vectors of those that truly are eigenvectors, and whether
+        there are as many as asked for.
+    """
+    n, count = start.shape
+    first = start[:, 0]
+    if np.linalg.norm(apply(first)) <= floor * np.linalg.norm(first):  # which ARPACK refuses
+        return np.zeros(count), start, True
+    solve = eigsh if symmetric else eigs
+    asked = count + 1  # The last may be half of a pair.
+    complete = True
+    try:
+        values, vectors = solve(
+            LinearOperator((n, n), matvec=lambda v: apply(v.ravel()), dtype=np.float64),
+            asked,
+            which="LM",
+            v0=first,
+            ncv=min(n, 2 * asked + 80),  # few more products than 20, and many fewer restarts
+            maxiter=max_iterations,
+            tol=tol,
+        )
+    except ArpackNoConvergence as failure:
+        values, vectors, complete = failure.eigenvalues, failure.eigenvectors, False
+    except ArpackError:
+        return np.zeros(0), np.zeros((n, 0)), False
+    if symmetric:
+        return values, vectors, complete
+    good = []
+    for value, v in zip(values, vectors.T):
+        if not _is_pair(apply, value, v, tol) and value.imag != 0:
+            # SciPy 1.17 returns half a pair with a vector that is real, from the pair's plane.
+            v = apply(v.real) - value.conj() * v.real
+        if _is_pair(apply, value, v, tol):
+            good.append(v)
+    vectors = np.array(good).reshape(-1, n).T
+    return values, vectors, complete and len(good) >= count
+
+
+def _is_pair(apply, value, v, tol):
+    image = apply(v.real) + 1j * apply(v.imag)
+    return np.linalg.norm(image - value * v) <= math.sqrt(tol) * np.linalg.norm(v)
+
+
+def _new_directions(Q, vectors):
+    """An orthonormal real basis of what `vectors` span besides Q."""
+    parts = np.hstack([vectors.real, vectors.imag])
+    parts = parts[:, np.linalg.norm(parts, axis=0) > 0]
+    if parts.shape[1] == 0:
+        return parts
+    parts = _without(Q, parts / np.linalg.norm(parts, axis=0))
+    U, s, _ = np.linalg.svd(parts, full_matrices=False)
+    new = _without(Q, U[:, s > 1e-10])
+    return np.linalg.qr(new)[0]
+
+
+def _radius_bound(apply, g, powers=100, delta=1e-6):
+    """The spectral radius of B from above: (|B^p g| / delta)^(1/p) for g standard normal.
+
+    It fails with a probability below delta: |B^p g| >= |B^p| |w . g| for a unit vector w, and
+    w . g is standard normal. Derived here.
+    """
+    g, length = _unit(g)
+    total = math.log(length) - math.log(delta)
+    for _ in range(powers):
+        g, stretch = _unit(apply(g))
+        if stretch == 0:
+            return 0.0
+        total += math.log(stretch)
+    return math.exp(total / powers)
+
+
+def _eigenpairs(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
+    """The fields of a `PartialSpectrum` of any operator, in float64."""
+    k, tol, max_iterations, rng = _settings(A, k, tol, max_iterations, seed)
+    size = _norm(A, rng)
+    if size == 0:  # on a random vector, so with probability one A = 0
+        vectors = np.eye(k, A.n, dtype=complex)
+        return np.zeros(k, complex), vectors, np.zeros(k), np.ones(k), np.ones(k, bool)
+    B, s = _scaled(A, size)
+    size /= s
+    if _is_dense(A.n, k):
+        matrix = _explicit(B)
+        size = np.linalg.norm(matrix, 2)
+        values, left, right = scipy.linalg.eig(matrix, left=True)
+        order = _pairwise(values)[:k]
+        values, vectors = values[order], right[:, order]
+        with np.errstate(divide="ignore"):
+            condition = 1 / np.abs(np.sum(left[:, order].conj() * vectors, axis=0))
+        limit = 0.0
+    else:
+        Q, AQ, outside = _leading(_Eigen(B), k, tol, max_iterations, rng)
+        T = Q.T @ AQ
+        values, coordinates = np.linalg.eig(T)
+        order = _pairwise(values)
+        values, vectors = values[order], Q @ coordinates[:, order]
+        condition = _conditions(B, values, vectors, size, tol, max_iterations, rng)[:k]
+        values, vectors = values[:k], vectors[:, :k]
+        # Outside is the rest of the spectrum of a matrix that is this far from A.
+        defect = np.linalg.norm(AQ - Q @ T, 2) if Q.size else 0.0
+        limit = outside - tol * size if defect <= tol * size else np.inf
+    vectors = _directed(vectors.T.astype(complex))
+    images = np.array([B.apply(v.real) + 1j * B.apply(v.imag) for v in vectors])
+    residuals = np.linalg.norm(images.reshape(vectors.shape) - values[:, None] * vectors, axis=1)
+    errors = condition * np.maximum(residuals, A.eps * size)
+    converged = (errors <= tol * size) & (np.abs(values) >= limit)
+    values = values.astype(complex)
+    return _filled(k, values * s, vectors, residuals * s, condition, converged)
+
+
+def _conditions(B, values, vectors, size, tol, max_iterations, rng):
+    """The condition numbers of all eigenvalues of an invariant subspace.
+
+    The left vectors are the rows of (W^H V)^-1 W^H, with W the left eigenvectors of the same
+    eigenvalues: that needs no pairing of right and left, and holds for repeated values.
+    """
+    condition = np.full(len(values), np.inf)
+    transposed = B._replace(apply=B.transpose, transpose=B.apply)
+    # Two more, so that a tie at the cut can be resolved either way.
+    count = min(len(values) + 2, B.n // 2)
+    U, AU, _ = _leading(_Eigen(transposed), count, tol, max_iterations, rng)
+    left_values, C = np.linalg.eig(U.T @ AU) if U.size else (np.zeros(0), U.T)
+    distance = np.abs(values[:, None] - left_values.conj()[None])
+    right, left = linear_sum_assignment(distance)
+    matched = distance[right, left] <= math.sqrt(tol) * size
+    right, C = right[matched], C[:, left[matched]]
+    try:
+        C = C @ np.linalg.inv((U @ C).conj().T @ vectors[:, right]).conj().T
+    except np.linalg.LinAlgError:
+        return condition
+    lengths = np.linalg.norm(C, axis=0)
+    defects = np.linalg.norm(AU @ C - U @ C * values[right].conj(), axis=0)
+    condition[right] = np.where(defects <= tol * size * lengths, lengths, np.inf)
+    return condition
+
+
+def _pairwise(values):
+    """The order of eigenvalues of a real matrix: by modulus, conjugates side by side."""
+    upper = np.flatnonzero(values.imag >= 0)
+    order = []
+    for i in upper[np.argsort(-np.abs(values[upper]), kind="stable")]:
+        order.append(i)
+        if values[i].imag > 0:  # LAPACK's pairs are neighbours in its own order
+            order.append(i + 1)
+    return np.array(order, int)
+
+
+def _directed(rows):
+    """Rows of unit length whose largest entry is positive."""
+    if not len(rows):
+        return rows
+    peaks = np.take_along_axis(rows, np.abs(rows).argmax(1, keepdims=True), 1)
+    rows = rows * (np.abs(peaks) / peaks)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def _filled(k, *arrays):
+    """k of each, nan and False for those not found."""
+    filled = []
+    for array in arrays:
+        blank = False if array.dtype == bool else np.nan
+        missing = np.full((k - len(array), *array.shape[1:]), blank, array.dtype)
+        filled.append(np.concatenate([array, missing]))
+    return tuple(filled)
+
+
+def _singular_triplets(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
+    """The fields of a `LeadingSingular` of any operator, in float64."""
+    k, tol, max_iterations, rng = _settings(A, k, tol, max_iterations, seed)
+    size = _norm(A, rng)
+    if size == 0:
+        return np.zeros(k), np.eye(k, A.n), np.eye(k, A.n), np.zeros(k), np.ones(k, bool)
+    B, s = _scaled(A, size)
+    size /= s
+    if _is_dense(A.n, k):
+        U, values, right = np.linalg.svd(_explicit(B))
+        left, values, right, limit = U.T[:k], values[:k], right[:k], 0.0
+    else:
+        Q, AQ, outside = _leading(_Singular(B), k, tol, max_iterations, rng)
+        U, values, rotation = np.linalg.svd(AQ, full_matrices=False)
+        left, values, right = U.T[:k], values[:k], (rotation @ Q.T)[:k]
+        limit = outside - tol * size
+    turned = _directed(right)
+    left = left * np.sign(np.sum(turned * right, axis=1))[:, None]
+    right = turned
+    residuals = np.array(
+        [
+            max(
+                np.linalg.norm(B.apply(v) - sigma * u), np.linalg.norm(B.transpose(u) - sigma * v)
+            )
+            for sigma, u, v in zip(values, left, right)
+        ]
+    )
+    size = max(size, values.max(initial=0))
+    converged = np.maximum(residuals, A.eps * size) <= tol * size
+    converged &= values >= limit
+    return _filled(k, values * s, left, right, residuals * s, converged)
