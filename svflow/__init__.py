@@ -24,11 +24,16 @@ from svflow.portrait import Portrait, portrait
 from svflow.simulate import ScanAdjoint, Trajectory, simulate
 from svflow.solvers import LieTrotter, Strang
 from svflow.spectra import (
+    Cumulative,
+    Measures,
     causal_spectrum,
     controls,
+    cumulative,
     eigvals,
     jacobian,
     layer_jacobians,
+    measures,
+    schur_normal,
 )
 
 __all__ = [

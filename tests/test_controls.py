@@ -110,6 +110,14 @@ def test_the_haar_basis_is_normal():
     np.testing.assert_allclose(moduli, sigma(after), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["haar_factors", "haar_update"])
+def test_the_two_haar_factors_are_independent(name):
+    J = np.broadcast_to(residual(0, 12), (2000, 12, 12))
+    after = np.asarray(controls.CONTROLS[name](TYPED, J))
+    found = self_alignment(after - np.eye(12) if name == "haar_update" else after)
+    assert abs(found.mean() - 3 / 12) < 4 * found.std() / np.sqrt(2000)  # k/d, and 1 if U = V
+
+
 def test_the_random_update_is_isotropic():
     # Its traceless part has no direction: the mean over draws vanishes as 1/sqrt(draws).
     J = residual(1, 8)

@@ -261,7 +261,7 @@ def test_causal_spectrum_is_that_of_the_full_jacobian():
 def test_a_bidirectional_model_has_no_causal_spectrum():
     for name in ("bert", "velocity"):
         flow, x = make(name)
-        with pytest.raises(ValueError, match="is not causal.*full_spectrum"):
+        with pytest.raises(ValueError, match=r"is not causal.*full_spectrum"):
             sv.causal_spectrum(flow, LAYER, x)
     flow, x = make("bert")
     spectrum = np.asarray(sv.spectra.full_spectrum(flow, LAYER, x))

@@ -5,7 +5,7 @@ Axes: `tokens`; `width`, the residual stream; `vocab`. Those of a layer: `svflow
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ class TransformerFlow(Flow):
     def frozen(self, layer, x, token, context=None):
         index, part = self._time(layer)
         _, key, value = self._project(index, part, x, context)
-        fixed = _Frozen(
+        fixed: Any = _Frozen(
             positions=token_positions(x.shape[0], context)[token][None],
             allowed=self._allowed(index, x.shape[0], context)[token][None],
             token=token,

@@ -1,4 +1,4 @@
-"""Random matrices that keep some of J's invariants: what is left of a finding is not due to others.
+"""Random matrices that keep some of J's invariants: a finding that they show too is due to those.
 
 Each control keeps what its docstring says, to rounding, and draws the rest anew, each matrix of a
 stack by itself. Keys are of either kind, `jax.random.key` or `jax.random.PRNGKey`. Results are in

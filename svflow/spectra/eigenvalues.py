@@ -169,7 +169,7 @@ def _principal_full(shift, J):
 
 
 def _largest(shift, values):
-    """Where |shift + lambda| is largest; of a pair, the positive imaginary part (it comes first)."""
+    """Where |shift + lambda| is largest; of a pair the first, with positive imaginary part."""
     return jnp.argmax(jnp.abs(values + jnp.asarray(shift, values.dtype)), axis=-1)
 
 

@@ -87,7 +87,9 @@ def measures(
             at least one. By chance they are top / width.
         tau: from which relative imaginary part on an eigenvalue counts as complex.
 
-    Derivatives: those of eigenvalues (see `eigvals`) and of singular values.
+    Derivatives: those of eigenvalues (see `eigvals`) and of singular values. Where eigenvalues are
+    repeated none exists for this function as a whole; `effective_rank` and `participation_ratio`
+    of singular values are then still differentiable by themselves.
 
     Raises:
         ValueError: what is not a stack of square real matrices, a matrix that is not finite (by

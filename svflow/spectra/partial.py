@@ -14,9 +14,10 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import diffrax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,10 +27,9 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from svflow.dtypes import at_least_float32
-from svflow.flow import Context, Flow, check_context
+from svflow.flow import Context, Flow
 from svflow.simulate import simulate
-
-SCOPES = ("isolated", "frozen", "full")
+from svflow.spectra.jacobians import check_state, token_map, widened
 
 DENSE = 256  # Coordinates up to which n products and LAPACK take no longer than a Krylov method.
 
@@ -96,8 +96,8 @@ def partial_spectrum(
     matrix itself.
 
     After the eigenvalues are found, a second run from a new random start, orthogonal to what was
-    found, looks for larger ones that the first one missed, until there are none. So the flags can
-    be trusted with probability one in the start, not with certainty. They are about the values: an
+    found, looks for larger ones that the first one missed, until there are none. That is certain up
+    to the luck of a random start, about one in a million. The flags are about the values: an
     eigenvalue of a Jordan block is wrong by about eps^(1/m) however small its residual, which its
     condition tells, and its flag is False. Where several eigenvalues share the modulus of the
     k-th, any of them may be returned; where many do, as for an orthogonal matrix, none may be
@@ -112,8 +112,8 @@ def partial_spectrum(
             "isolated", one token alone.
         token: of the scopes "frozen" and "isolated".
         tol: the error of a value that counts as converged, relative to |A|; None for eps^(2/3) of
-            the state's type: 4e-11 in float64, 2e-5 in float32.
-        context: positions and padding; "isolated" has none.
+            the arithmetic: 4e-11 in float64, 2e-5 in float32 and for narrower types.
+        context: positions and padding; "isolated" keeps the token's position.
         max_iterations: bounds the restarts of each run.
         seed: of the random starts.
 
@@ -127,20 +127,16 @@ def partial_spectrum(
     Source: R. B. Lehoucq, D. C. Sorensen and C. Yang, "ARPACK Users' Guide", 1998; the deflated
     second run and the condition from both invariant subspaces, derived here.
     """
-    x = _checked_state(flow, x, context)
-    layer, token = _index(layer, "layer", flow.depth), _token(token, x.shape[0])
-    if scope not in SCOPES:
-        raise ValueError(f"scope must be one of {SCOPES}, got {scope!r}")
-    point = x if scope == "full" else x[token]
-    where = (flow, jnp.int32(layer), x, jnp.int32(token), context)
-    name = f"the Jacobian of layer {layer}"
+    check_state(flow, layer, x, token, scope, context)
+    x = _known(x)
+    where = (flow, np.int32(layer), x, np.int32(token % x.shape[0]), context)
     A = _operator(
         functools.partial(_step_jvp, *where, scope=scope),
         functools.partial(_step_vjp, *where, scope=scope),
-        point,
-        name,
+        x.shape if scope == "full" else x.shape[1:],
+        x.dtype,
+        f"the Jacobian of layer {layer}",
     )
-    _finite(np.asarray(_step(*where, scope=scope)), f"layer {layer} at x")
     found = _eigenpairs(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
     return PartialSpectrum(*_rounded(found, x.dtype))
 
@@ -175,7 +171,7 @@ def propagator_singular_values(
         token: None for all tokens to all tokens; otherwise the one whose state at t0 and at t1 are
             meant, all others at t0 held fixed.
         tol: the error of a value that counts as converged, relative to the largest; None for
-            eps^(2/3) of the state's type.
+            eps^(2/3) of the arithmetic.
         max_iterations: bounds the restarts of each run.
         seed: of the random starts.
 
@@ -185,17 +181,22 @@ def propagator_singular_values(
     Raises:
         ValueError: as `partial_spectrum` and `simulate`.
     """
-    x = _checked_state(flow, x, context)
-    place = None if token is None else jnp.int32(_token(token, x.shape[0]))
+    inside = 0 <= t0 < getattr(flow, "depth", 0)  # simulate refuses other times
+    whole = token is None
+    check_state(flow, math.floor(t0) if inside else 0, x, 0 if whole else token, "full", context)
+    x = _known(x)
+    if getattr(solver, "scan_kind", "") is None:
+        # The loop over stages that Diffrax takes by default has no forward mode.
+        solver = eqx.tree_at(lambda s: s.scan_kind, solver, "bounded", is_leaf=lambda s: s is None)
     options = dict(t0=float(t0), t1=float(flow.depth if t1 is None else t1), dt=float(dt))
-    point = x if place is None else x[place]
-    name = "the propagator from t = {t0:g} to {t1:g}".format(**options)
-    jvp, vjp, value = (
-        functools.partial(f, flow, x, place, context, solver=solver, **options)
-        for f in (_span_jvp, _span_vjp, _span)
+    where = (flow, x, None if whole else np.int32(token % x.shape[0]), context)
+    A = _operator(
+        functools.partial(_span_jvp, *where, solver=solver, **options),
+        functools.partial(_span_vjp, *where, solver=solver, **options),
+        x.shape if whole else x.shape[1:],
+        x.dtype,
+        "the propagator from t = {t0:g} to {t1:g}".format(**options),
     )
-    _finite(np.asarray(value()), "the state at t1")
-    A = _operator(jvp, vjp, point, name)
     found = _singular_triplets(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
     return LeadingSingular(*_rounded(found, x.dtype))
 
@@ -205,14 +206,15 @@ def propagator_singular_values(
 
 def _step_map(flow, layer, x, token, context, scope):
     """The layer as a map of one token or of all, and the point where it is taken."""
+    flow, x = widened(flow, x)
     if scope == "full":
         return lambda y: flow.step(layer, y, context), x
-    if scope == "frozen":
-        return lambda row: flow.step(layer, x.at[token].set(row), context)[token], x[token]
-    return lambda row: flow.step(layer, row[None], None)[0], x[token]
+    return token_map(flow, layer, x, token, scope, context), x[token]
 
 
 def _span_map(flow, x, token, context, solver, t0, t1, dt):
+    flow, x = widened(flow, x)
+
     def end(y):
         run = simulate(flow, y, solver=solver, dt=dt, ts=[t1], t0=t0, t1=t1, context=context)
         return run.xs[-1]
@@ -223,19 +225,15 @@ def _span_map(flow, x, token, context, solver, t0, t1, dt):
 
 
 def _programs(make, static):
-    """The map, its jvp and its vjp as compiled functions, in full precision."""
+    """The jvp and the vjp of a map as compiled functions, in full precision."""
 
-    def value(*where, **options):
-        function, point = make(*where, **options)
-        return function(point)
-
-    def jvp(*where, **options):
-        *where, v = where
+    def jvp(*arguments, **options):
+        *where, v = arguments
         function, point = make(*where, **options)
         return jax.jvp(function, (point,), (v,))[1]
 
-    def vjp(*where, **options):
-        *where, u = where
+    def vjp(*arguments, **options):
+        *where, u = arguments
         function, point = make(*where, **options)
         return jax.vjp(function, point)[1](u)[0]
 
@@ -244,11 +242,11 @@ def _programs(make, static):
         precise = jax.default_matmul_precision("highest")(program)
         return jax.jit(precise, static_argnames=static)
 
-    return compiled(value), compiled(jvp), compiled(vjp)
+    return compiled(jvp), compiled(vjp)
 
 
-_step, _step_jvp, _step_vjp = _programs(_step_map, ("scope",))
-_span, _span_jvp, _span_vjp = _programs(_span_map, ("solver", "t0", "t1", "dt"))
+_step_jvp, _step_vjp = _programs(_step_map, ("scope",))
+_span_jvp, _span_vjp = _programs(_span_map, ("solver", "t0", "t1", "dt"))
 
 
 class _Operator(NamedTuple):
@@ -258,84 +256,62 @@ class _Operator(NamedTuple):
         apply, transpose: v -> A v and u -> A^T u.
         n: its size.
         eps: of the arithmetic inside the products.
-        name: in messages.
     """
 
     apply: Callable[[np.ndarray], np.ndarray]
     transpose: Callable[[np.ndarray], np.ndarray]
     n: int
     eps: float
-    name: str
 
 
-def _operator(jvp, vjp, point, name) -> _Operator:
-    """The Jacobian at a point. Vectors are float64 on the host: the products are what costs."""
+def _operator(jvp, vjp, shape, dtype, name) -> _Operator:
+    """The Jacobian of a map from `shape` to `shape`.
+
+    Vectors are float64 on the host, whatever the flow's type: the products are what costs.
+    """
+    dtype = at_least_float32(dtype)
 
     def product(program):
         def apply(v):
-            # Without jnp: an eager cast would be a program of its own.
-            out = program(np.asarray(v, point.dtype).reshape(point.shape))
-            out = np.asarray(out).astype(np.float64).ravel()
-            _finite(out, name)
+            out = np.asarray(program(v.astype(dtype).reshape(shape)), np.float64).ravel()
+            if not np.isfinite(out).all():
+                raise ValueError(f"{name} is not finite")
             return out
 
         return apply
 
-    return _Operator(
-        product(jvp), product(vjp), point.size, float(jnp.finfo(point.dtype).eps), name
-    )
-
-
-def _finite(values, name):
-    if not np.isfinite(values).all():
-        raise ValueError(f"{name} is not finite")
+    return _Operator(product(jvp), product(vjp), math.prod(shape), float(jnp.finfo(dtype).eps))
 
 
 def _rounded(found, dtype):
     """The results in the precision of the state, float32 at least."""
     real = at_least_float32(dtype)
-    types = {"f": real, "c": jnp.result_type(real, jnp.complex64), "b": np.dtype(bool)}
+    types = {"f": real, "c": np.result_type(real, np.complex64), "b": np.dtype(bool)}
     return tuple(jnp.asarray(a.astype(types[a.dtype.kind])) for a in map(np.asarray, found))
 
 
 # What is refused
 
 
-def _checked_state(flow, x, context):
-    if not isinstance(flow, Flow):
-        raise ValueError(f"flow must be an svflow.Flow, got {type(flow).__name__}")
-    shape = jnp.shape(x)
-    if len(shape) != 2 or shape[1] != flow.width or shape[0] < 1:
-        raise ValueError(
-            f"x must have shape (tokens, {flow.width}) with at least one token, got {shape}"
-        )
+def _known(x) -> jax.Array:
     if isinstance(x, jax.core.Tracer):
-        raise ValueError("partial spectra are computed on the host: not under a JAX transform")
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x must be floating point, got {x.dtype}")
-    check_context(context, shape[0])
-    _finite(np.asarray(x), "x")
-    return x
+        raise ValueError("a partial spectrum is computed on the host: not under a JAX transform")
+    return jnp.asarray(x)
 
 
-def _index(value, name, stop, start=0) -> int:
+def _index(value, name, stop) -> int:
     try:
         index = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
-    if not start <= index < stop:
-        raise ValueError(f"{name} must be from {start} to {stop - 1}, got {index}")
+    if not 1 <= index < stop:
+        raise ValueError(f"{name} must be from 1 to {stop - 1}, got {index}")
     return index
 
 
-def _token(token, tokens) -> int:
-    return _index(token, "token", tokens, -tokens) % tokens
-
-
 def _settings(A, k, tol, max_iterations, seed):
-    k = _index(k, "k", A.n + 1, 1)
-    max_iterations = _index(max_iterations, "max_iterations", 2**31, 1)
+    k = _index(k, "k", A.n + 1)
+    max_iterations = _index(max_iterations, "max_iterations", 2**31)
     tol = A.eps ** (2 / 3) if tol is None else float(tol)
     if not 0 < tol < 1:
         raise ValueError(f"tol must be between 0 and 1, got {tol}")
@@ -365,7 +341,7 @@ def _unit(v):
         return v, 0.0
     v = v / peak
     length = np.linalg.norm(v)
-    return v / length, float(peak * length)
+    return v / length, float(peak) * float(length)
 
 
 def _scaled(A: _Operator, size: float) -> tuple[_Operator, float]:
@@ -504,16 +480,16 @@ def _arpack(apply, start, symmetric, floor, tol, max_iterations):
         return values, vectors, complete
     good = []
     for value, v in zip(values, vectors.T):
-        if not _is_pair(apply, value, v, tol) and value.imag != 0:
+        if not _is_eigenpair(apply, value, v, tol) and value.imag != 0:
             # SciPy 1.17 returns half a pair with a vector that is real, from the pair's plane.
             v = apply(v.real) - value.conj() * v.real
-        if _is_pair(apply, value, v, tol):
+        if _is_eigenpair(apply, value, v, tol):
             good.append(v)
     vectors = np.array(good).reshape(-1, n).T
     return values, vectors, complete and len(good) >= count
 
 
-def _is_pair(apply, value, v, tol):
+def _is_eigenpair(apply, value, v, tol):
     image = apply(v.real) + 1j * apply(v.imag)
     return np.linalg.norm(image - value * v) <= math.sqrt(tol) * np.linalg.norm(v)
 
@@ -591,6 +567,8 @@ def _conditions(B, values, vectors, size, tol, max_iterations, rng):
     eigenvalues: that needs no pairing of right and left, and holds for repeated values.
     """
     condition = np.full(len(values), np.inf)
+    if not len(values):
+        return condition
     transposed = B._replace(apply=B.transpose, transpose=B.apply)
     # Two more, so that a tie at the cut can be resolved either way.
     count = min(len(values) + 2, B.n // 2)
@@ -661,9 +639,7 @@ def _singular_triplets(A: _Operator, k, *, tol=None, max_iterations=100, seed=0)
     right = turned
     residuals = np.array(
         [
-            max(
-                np.linalg.norm(B.apply(v) - sigma * u), np.linalg.norm(B.transpose(u) - sigma * v)
-            )
+            max(np.linalg.norm(B.apply(v) - sigma * u), np.linalg.norm(B.transpose(u) - sigma * v))
             for sigma, u, v in zip(values, left, right)
         ]
     )

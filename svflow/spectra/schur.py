@@ -96,7 +96,8 @@ def rotated(
 def _solve(J):
     T, Z = scipy.linalg.schur(J, output="real", check_finite=False)
     b, c = np.diag(T, 1), np.diag(T, -1)
-    w = np.where(c, np.sign(b) * np.sqrt(np.abs(b)) * np.sqrt(np.abs(c)), 0)
+    # Between blocks c, and so w, is 0; the product bc could leave the range of floats.
+    w = np.sign(b) * np.sqrt(np.abs(b)) * np.sqrt(np.abs(c))
     D = np.diag(np.diag(T)) + np.diag(w, 1) - np.diag(w, -1)
     return Z, D, T - D
 
