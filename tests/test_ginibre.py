@@ -202,12 +202,12 @@ def test_self_alignment(d):
 
 
 @widths
-def test_the_residual_ratio(d):
+def test_the_update_ratio(d):
     for r in RADII:
         J = r * draws(d).J
         ratio = np.linalg.norm(J - np.eye(d), axis=(1, 2)) / np.linalg.norm(J, axis=(1, 2))
-        check(ratio, ginibre.residual_ratio(r), 1 / d**2)
-    assert ginibre.residual_ratio(0.0) == np.inf
+        check(ratio, ginibre.update_ratio(r), 1 / d**2)
+    assert ginibre.update_ratio(0.0) == np.inf
 
 
 def test_bad_input_is_named():
@@ -232,7 +232,7 @@ def test_bad_input_is_named():
         functools.partial(ginibre.spectral_radius, 1),
         ginibre.expanding_eigenvalues,
         ginibre.expanding_singular_values,
-        ginibre.residual_ratio,
+        ginibre.update_ratio,
     )
     for function in of_radius:
         for r in (-1.0, np.nan, [1.0, np.inf]):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from configs import tiny_model
 from flax import nnx
-from flows import LinearFlow, VelocityFlow, normal, small_flows
+from flows import LinearFlow, VelocityFlow, fast, normal, small_flows
 
 import svflow as sv
 from svflow.spectra import partial
@@ -322,16 +322,17 @@ def test_singular_values_that_do_not_converge_are_flagged(seed):
 
 
 def dense_jacobian(flow, layer, x, scope, token, context=None):
-    if scope == "full":
-        jacobian = jax.jacfwd(lambda y: flow.step(layer, y, context))(x)
-    elif scope == "frozen":
-        jacobian = jax.jacfwd(lambda row: flow.step(layer, x.at[token].set(row), context)[token])(
-            x[token]
-        )
-    else:
-        jacobian = jax.jacfwd(lambda row: flow.step(layer, row[None])[0])(x[token])
-    n = x.size if scope == "full" else flow.width
-    return np.asarray(jacobian, np.float64).reshape(n, n)
+    @fast
+    def jacobian(flow, x):
+        if scope == "full":
+            return jax.jacrev(lambda y: flow.step(layer, y, context))(x).reshape(x.size, x.size)
+        if scope == "frozen":
+            step = lambda row: flow.step(layer, x.at[token].set(row), context)[token]  # noqa: E731
+        else:
+            step = lambda row: flow.step(layer, row[None])[0]  # noqa: E731
+        return jax.jacrev(step)(x[token])
+
+    return np.asarray(jacobian(flow, x), np.float64)
 
 
 def check_spectrum(found, matrix, tol):
@@ -402,12 +403,16 @@ def test_float32_is_honest():
 
 
 def dense_propagator(flow, x, token=None, **options):
-    def end(y):
-        return sv.simulate(flow, y, **options).xs[-1]
+    @fast
+    def jacobian(flow, x):
+        def end(y):
+            return sv.simulate(flow, y, **options).xs[-1]
 
-    if token is None:
-        return np.asarray(jax.jacfwd(end)(x)).reshape(x.size, x.size)
-    return np.asarray(jax.jacfwd(lambda row: end(x.at[token].set(row))[token])(x[token]))
+        if token is None:
+            return jax.jacrev(end)(x).reshape(x.size, x.size)
+        return jax.jacrev(lambda row: end(x.at[token].set(row))[token])(x[token])
+
+    return np.asarray(jacobian(flow, x))
 
 
 def check_singular(found, matrix):

@@ -140,7 +140,7 @@ def self_alignment(d: int, k: int) -> float:
     return k / d
 
 
-def residual_ratio(r: Float[ArrayLike, "*radii"]) -> Float[np.ndarray, "*radii"]:
+def update_ratio(r: Float[ArrayLike, "*radii"]) -> Float[np.ndarray, "*radii"]:
     """|J - I| / |J|, to leading order: sqrt(1 + d/F^2) = sqrt(1 + 1/r^2), above 1 at every scale.
 
     The trace, of mean 0, is left out. Source: derived here.

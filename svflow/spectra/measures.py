@@ -154,7 +154,7 @@ def baseline(singular_values: Float[Array, "*stack width"], top: int) -> dict[st
         "spectral_radius": ginibre.spectral_radius(d, r),
         "expanding_eigenvalues": ginibre.expanding_eigenvalues(r),
         "expanding_singular_values": ginibre.expanding_singular_values(r),
-        "update_ratio": ginibre.residual_ratio(r),
+        "update_ratio": ginibre.update_ratio(r),
     }
     found = {name: np.broadcast_to(value, r.shape) for name, value in constant.items()} | scaled
     return {name: np.asarray(found[name]) for name in SCALARS}

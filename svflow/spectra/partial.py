@@ -182,18 +182,18 @@ def propagator_singular_values(
         ValueError: as `partial_spectrum` and `simulate`.
     """
     inside = 0 <= t0 < getattr(flow, "depth", 0)  # simulate refuses other times
-    whole = token is None
-    check_state(flow, math.floor(t0) if inside else 0, x, 0 if whole else token, "full", context)
+    place = 0 if token is None else token
+    check_state(flow, math.floor(t0) if inside else 0, x, place, "full", context)
     x = _known(x)
     if getattr(solver, "scan_kind", "") is None:
         # The loop over stages that Diffrax takes by default has no forward mode.
         solver = eqx.tree_at(lambda s: s.scan_kind, solver, "bounded", is_leaf=lambda s: s is None)
     options = dict(t0=float(t0), t1=float(flow.depth if t1 is None else t1), dt=float(dt))
-    where = (flow, x, None if whole else np.int32(token % x.shape[0]), context)
+    where = (flow, x, None if token is None else np.int32(place % x.shape[0]), context)
     A = _operator(
         functools.partial(_span_jvp, *where, solver=solver, **options),
         functools.partial(_span_vjp, *where, solver=solver, **options),
-        x.shape if whole else x.shape[1:],
+        x.shape if token is None else x.shape[1:],
         x.dtype,
         "the propagator from t = {t0:g} to {t1:g}".format(**options),
     )

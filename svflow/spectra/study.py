@@ -192,10 +192,9 @@ def _continued(path, settings, digests):
     before, done, samples, total = _read(path)
     for name, value in settings.items():
         if before.get(name) != value:
-            what = "another model" if name == "model" else f"{name} = {before.get(name)!r}"
-            raise ValueError(
-                f"{path} was made with {what}, not {name} = {value!r}; give a new file"
-            )
+            what = f"{name} = {before.get(name)!r}, not {value!r}"
+            what = "another model" if name == "model" else what
+            raise ValueError(f"{path} was made with {what}; give a new file")
     if done != digests[: len(done)]:
         raise ValueError(f"{path} was made from other sequences, or more; give a new file")
     rows = [{name: values[k] for name, values in samples.items()} for k in range(len(done))]
