@@ -10,7 +10,9 @@ A model is `embed`, a flow over depth, and `unembed`; a layer is one step of the
 Models: `load`, `save`, `load_tokenizer`, `Transformer`, `TransformerConfig`, `TransformerFlow`.
 Flows: `Flow` to define one's own, `Context` for positions and padding, `simulate` and its
 `Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
-Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a residual step.
+Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures`, `causal_spectrum`,
+`partial_spectrum`, `cumulative` products over depth, `schur_normal`, `controls`, and the rest of
+`spectra`. Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
 Shapes are single-example; batches are `jax.vmap`.
 """
 
@@ -26,6 +28,7 @@ from svflow.solvers import LieTrotter, Strang
 from svflow.spectra import (
     Cumulative,
     Measures,
+    PartialSpectrum,
     causal_spectrum,
     controls,
     cumulative,
@@ -33,13 +36,17 @@ from svflow.spectra import (
     jacobian,
     layer_jacobians,
     measures,
+    partial_spectrum,
     schur_normal,
 )
 
 __all__ = [
     "Context",
+    "Cumulative",
     "Flow",
     "LieTrotter",
+    "Measures",
+    "PartialSpectrum",
     "Portrait",
     "ScanAdjoint",
     "Strang",
@@ -48,11 +55,21 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "TransformerFlow",
+    "causal_spectrum",
+    "controls",
+    "cumulative",
     "data",
+    "eigvals",
     "geometry",
+    "jacobian",
+    "layer_jacobians",
     "load",
     "load_tokenizer",
+    "measures",
+    "partial_spectrum",
     "portrait",
     "save",
+    "schur_normal",
     "simulate",
+    "spectra",
 ]

@@ -48,13 +48,20 @@ class ScanAdjoint(diffrax.AbstractAdjoint):
     checkpoint: bool = eqx.field(static=True, default=True)
 
     def loop(
-        self, *, max_steps, throw, passed_solver_state, passed_controller_state, **kwargs
+        self, *, solver, max_steps, throw, passed_solver_state, passed_controller_state, **kwargs
     ) -> Any:
+        if getattr(solver, "scan_kind", "") is None:
+            # The loop over stages that Diffrax takes by default has no forward mode.
+            solver = eqx.tree_at(
+                lambda s: s.scan_kind, solver, "bounded", is_leaf=lambda s: s is None
+            )
+
         def outer(cond_fun, body_fun, init_val, *, max_steps, buffers):
             body = jax.checkpoint(body_fun, prevent_cse=False) if self.checkpoint else body_fun
             return jax.lax.scan(lambda state, _: (body(state), None), init_val, length=max_steps)[0]
 
         return self._loop(
+            solver=solver,
             max_steps=max_steps,
             inner_while_loop=functools.partial(eqxi.while_loop, kind="bounded"),
             outer_while_loop=outer,

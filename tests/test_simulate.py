@@ -343,6 +343,16 @@ def test_the_jacobian_of_a_linear_flow_is_its_propagator():
         close(fast(jacobian(final))(x)[:, 0], propagator, 1e-14)
 
 
+@pytest.mark.parametrize("solver", [diffrax.Heun(), diffrax.Tsit5()])
+def test_both_modes_go_through_a_runge_kutta_method(solver):
+    flow, x = small_flows()["velocity"], normal(1, 2, 6)
+
+    def final(x):
+        return sv.simulate(flow, x, solver=solver, dt=0.5).xs[-1]
+
+    close(fast(jax.jacfwd(final))(x), fast(jax.jacrev(final))(x), 1e-13)
+
+
 def test_other_adjoints_serve_the_mode_they_are_for():
     flow, x = small_flows()["velocity"], normal(1, 2, 6)
     expected = fast(jax.grad(loop_end, argnums=1))(flow, x)

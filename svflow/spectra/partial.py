@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import diffrax
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +43,8 @@ class PartialSpectrum(NamedTuple):
         vectors: (k, n) right eigenvectors, one a row, of unit length, the largest entry positive.
         residuals: (k,) |A v - lambda v|, computed from the vectors and values returned.
         condition: (k,) |y| |v| / |y^H v| with y the left eigenvector: how far lambda moves at most
-            for a change of A of unit norm, to first order. Infinite where it could not be computed.
+            for a change of A of unit norm, to first order; of a multiple value, an upper bound.
+            Infinite where it could not be computed.
         converged: (k,) whether to first order |lambda - exact| <= tol |A|, that is
             condition * max(residual, eps |A|) <= tol |A|, and no eigenvalue is missing above it.
     """
@@ -185,9 +185,6 @@ def propagator_singular_values(
     place = 0 if token is None else token
     check_state(flow, math.floor(t0) if inside else 0, x, place, "full", context)
     x = _known(x)
-    if getattr(solver, "scan_kind", "") is None:
-        # The loop over stages that Diffrax takes by default has no forward mode.
-        solver = eqx.tree_at(lambda s: s.scan_kind, solver, "bounded", is_leaf=lambda s: s is None)
     options = dict(t0=float(t0), t1=float(flow.depth if t1 is None else t1), dt=float(dt))
     where = (flow, x, None if token is None else np.int32(place % x.shape[0]), context)
     A = _operator(
@@ -412,30 +409,32 @@ def _leading(problem, k, tol, max_iterations, rng):
     repeated value: it joins the basis, and the rest is asked again.
 
     Returns:
-        Q (n, m) orthonormal, A Q, and the largest modulus outside, inf if it is not known.
+        Q (n, m) orthonormal, A Q, and the largest modulus outside, or a bound of it from above.
     """
-    A = problem.A
+    A, power = problem.A, problem.power
     Q = AQ = np.zeros((A.n, 0))
-    kth = -np.inf
-    for _ in range(2 * k + 8):
-        short = max(k - Q.shape[1], 0)
+    kth, slack = -np.inf, tol / 2  # A is scaled: its norm is between 1/2 and 1.
+
+    def rest():
         apply = problem.deflated(Q, AQ)
-        start = _without(Q, rng.standard_normal((A.n, max(short, 1))))
-        bound = np.inf
+        short = max(k - Q.shape[1], 0)
+        return apply, short, _without(Q, rng.standard_normal((A.n, max(short, 1))))
+
+    for _ in range(2 * k + 8):
+        apply, short, start = rest()
         if not short:
             # With a gap behind the k-th this settles it, however slowly the rest would converge.
-            bound = _radius_bound(apply, start[:, 0]) ** (1 / problem.power)
-            if bound <= kth + tol:
-                break
-        floor = (10 * np.finfo(float).eps) ** problem.power
+            bound = _radius_bound(apply, start[:, 0]) ** (1 / power)
+            if bound <= kth + slack:
+                return Q, AQ, bound
+        floor = (10 * np.finfo(float).eps) ** power
         accuracy = max(A.eps, 1e-3 * tol)
         values, vectors, complete = _arpack(
             apply, start, problem.symmetric, floor, accuracy, max_iterations
         )
-        largest = np.abs(values).max(initial=0) ** (1 / problem.power)
-        if complete and not short and largest <= kth + tol:
-            bound = largest
-            break
+        largest = np.abs(values).max(initial=0) ** (1 / power)
+        if complete and not short and largest <= kth + slack:
+            return Q, AQ, largest
         new = _new_directions(Q, vectors)
         if new.shape[1] == 0:
             break
@@ -443,9 +442,8 @@ def _leading(problem, k, tol, max_iterations, rng):
         AQ = np.hstack([AQ, np.stack([A.apply(q) for q in new.T], axis=1)])
         if Q.shape[1] >= k:
             kth = problem.moduli(Q, AQ)[k - 1]
-    else:
-        bound = np.inf
-    return Q, AQ, bound
+    apply, _, start = rest()
+    return Q, AQ, _radius_bound(apply, start[:, 0]) ** (1 / power)
 
 
 def _arpack(apply, start, symmetric, floor, tol, max_iterations):
@@ -533,7 +531,7 @@ def _eigenpairs(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
     size /= s
     if _is_dense(A.n, k):
         matrix = _explicit(B)
-        size = np.linalg.norm(matrix, 2)
+        size = float(np.linalg.norm(matrix, 2))
         values, left, right = scipy.linalg.eig(matrix, left=True)
         order = _pairwise(values)[:k]
         values, vectors = values[order], right[:, order]
@@ -546,7 +544,7 @@ def _eigenpairs(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
         values, coordinates = np.linalg.eig(T)
         order = _pairwise(values)
         values, vectors = values[order], Q @ coordinates[:, order]
-        condition = _conditions(B, values, vectors, size, tol, max_iterations, rng)[:k]
+        condition = _conditions(B, Q, values, vectors, size, tol, max_iterations, rng)[:k]
         values, vectors = values[:k], vectors[:, :k]
         # Outside is the rest of the spectrum of a matrix that is this far from A.
         defect = np.linalg.norm(AQ - Q @ T, 2) if Q.size else 0.0
@@ -560,8 +558,8 @@ def _eigenpairs(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
     return _filled(k, values * s, vectors, residuals * s, condition, converged)
 
 
-def _conditions(B, values, vectors, size, tol, max_iterations, rng):
-    """The condition numbers of all eigenvalues of an invariant subspace.
+def _conditions(B, Q, values, vectors, size, tol, max_iterations, rng):
+    """The condition numbers of all eigenvalues of the invariant subspace spanned by Q.
 
     The left vectors are the rows of (W^H V)^-1 W^H, with W the left eigenvectors of the same
     eigenvalues: that needs no pairing of right and left, and holds for repeated values.
@@ -569,10 +567,12 @@ def _conditions(B, values, vectors, size, tol, max_iterations, rng):
     condition = np.full(len(values), np.inf)
     if not len(values):
         return condition
-    transposed = B._replace(apply=B.transpose, transpose=B.apply)
-    # Two more, so that a tie at the cut can be resolved either way.
-    count = min(len(values) + 2, B.n // 2)
-    U, AU, _ = _leading(_Eigen(transposed), count, tol, max_iterations, rng)
+    U, AU = Q, np.stack([B.transpose(q) for q in Q.T], axis=1)
+    if np.linalg.norm(AU - Q @ (Q.T @ AU), 2) > tol * size:  # else A is normal there
+        transposed = B._replace(apply=B.transpose, transpose=B.apply)
+        # Two more, so that a tie at the cut can be resolved either way.
+        count = min(len(values) + 2, B.n // 2)
+        U, AU, _ = _leading(_Eigen(transposed), count, tol, max_iterations, rng)
     left_values, C = np.linalg.eig(U.T @ AU) if U.size else (np.zeros(0), U.T)
     distance = np.abs(values[:, None] - left_values.conj()[None])
     right, left = linear_sum_assignment(distance)

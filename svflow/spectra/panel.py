@@ -1,0 +1,123 @@
+"""One text's local linear dynamics: spectra of the layers' Jacobians, each beside its baselines.
+
+Axes: `layers`; `width`, the residual stream; `removal`: 0 the factors as they are, 1 without their
+departure from normality (`schur_normal`). All numbers are dimensionless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from svflow.models.transformer import Transformer
+from svflow.simulate import simulate
+from svflow.spectra import controls
+from svflow.spectra.jacobians import layer_jacobians
+from svflow.spectra.measures import Measures, measures
+from svflow.spectra.products import cumulative
+from svflow.spectra.schur import schur_normal
+
+CONTROLS = ("haar_similarity", "haar_factors", "haar_update", "random_update")
+"""The controls whose products are taken. `haar_basis` is not one of them: it is normal already, and
+the same in law as `haar_similarity` without its departure."""
+
+SOURCES = ("model", "untrained", *CONTROLS)
+"""Whose products of Jacobians a panel has."""
+
+
+class Panel(NamedTuple):
+    """The Jacobians J_l of one token's state through the layers, the others held ("frozen").
+
+    Arguments:
+        token: its place in the text, from 0.
+        seed: every draw is made with `jax.random.key(seed)`.
+        model: the measures of every J_l, NumPy arrays (layers,), `eigenvalues` and
+            `singular_values` (layers, width); `model.ginibre` is what Gaussian noise gives.
+        untrained: the same of `controls.initialisation(key, model)` on the same ids.
+        effective_rank: by name in `SOURCES`, (removal, layers) of the partial products J_l ... J_1,
+            from 1 to width; of a control's, with each factor drawn anew by itself. In JAX's widest
+            floating type.
+    """
+
+    token: int
+    seed: int
+    model: Measures
+    untrained: Measures
+    effective_rank: dict[str, Float[np.ndarray, "removal layers"]]
+
+
+def panel(
+    model: Transformer,
+    ids: Int[ArrayLike, " tokens"],
+    *,
+    token: int = -1,
+    seed: int = 0,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Panel:
+    """Measures the Jacobians of one token along one text, and what they are compared with.
+
+    Random factors gain effective rank as well where their departure from normality is removed: the
+    gain says nothing about a model, only its difference from that of the controls does.
+
+    Arguments:
+        model: with or without a causal mask.
+        ids: (tokens,).
+        token: whose Jacobians; negative counts from the end.
+        seed: of the untrained weights and the controls.
+        progress: wraps the range over steps of about equal length, for example `tqdm.tqdm`.
+
+    Computed in float32 at least. Dense solvers on the host take layers * width^3: seconds at a
+    width of 128, hours at some thousands.
+
+    The token's product J_L ... J_1 is the derivative of its last state by its first where attention
+    is causal; without a causal mask the other tokens' response is left out of it.
+
+    Raises:
+        ValueError: what is not a `Transformer`, ids or a token that the model does not take, or a
+            state or a Jacobian that is not finite, of the model or of the untrained one.
+        MemoryError: Jacobians that do not fit.
+
+    Source: Fernando and Guitchounts, arXiv 2605.14258, for the measures and the removal; the
+    controls are derived here.
+    """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"a panel needs a Transformer, got {type(model).__name__}")
+    key = jax.random.key(seed)
+    J = _jacobians(model, ids, token)
+    found, ranks = {"model": _measured(J)}, {}
+    for step in progress(range(len(SOURCES))):
+        name, factors = SOURCES[step], J
+        if name == "untrained":
+            try:
+                factors = _jacobians(controls.initialisation(key, model), ids, token)
+            except ValueError as error:
+                raise ValueError(f"the same architecture untrained: {error}") from error
+            found[name] = _measured(factors)
+        elif name != "model":
+            factors = controls.CONTROLS[name](key, J)
+        # One call: two products run side by side.
+        pair = cumulative(jnp.stack([factors, schur_normal(factors)]))
+        ranks[name] = np.asarray(pair.effective_rank)
+    return Panel(
+        token=int(token) % len(np.asarray(ids)),
+        seed=int(seed),
+        **found,
+        effective_rank=ranks,
+    )
+
+
+def _jacobians(model, ids, token):
+    with jax.default_matmul_precision("highest"):
+        states = simulate(model.flow, model.embed(ids)).xs
+    return layer_jacobians(model.flow, states, token=token)
+
+
+def _measured(J: Float[Array, "layers width width"]) -> Measures:
+    found: list[Any] = [np.asarray(v) if isinstance(v, jax.Array) else v for v in measures(J)]
+    return Measures(*found)
