@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import mpmath as mp
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.special
 from jax.test_util import check_grads
 
@@ -34,14 +35,14 @@ def clustered(rng, d):
 
 
 def graded(rng, d):
-    """Rows over eight orders of magnitude, the largest anywhere: the largest anywhere."""
-    scales = [rng.permutation(10.0 ** -np.linspace(0, 8, d)) for _ in range(DEPTHS[-1])]
+    """Rows over six orders of magnitude, the largest anywhere: the largest anywhere."""
+    scales = [rng.permutation(10.0 ** -np.linspace(0, 6, d)) for _ in range(DEPTHS[-1])]
     return np.array(scales)[:, :, None] * gaussian(rng, d)
 
 
 def drifting(rng, d):
     """Rows in one order of size, the smallest first: the scales add up, to 1e400 and more."""
-    return 10.0 ** np.linspace(-4, 4, d)[:, None] * gaussian(rng, d)
+    return 10.0 ** np.linspace(-3, 3, d)[:, None] * gaussian(rng, d)
 
 
 def jordan(rng, d):
@@ -58,7 +59,7 @@ FAMILIES = [gaussian, residual, clustered, graded, drifting, jordan, turning]
 
 
 def exact(Js):
-    """log sigma_i of the partial products at DEPTHS, or of the whole, and of the last of them
+    """log sigma_i of the partial products at DEPTHS and of the whole; the condition of the last,
 
     sum_l |J_l| |left_l u_i| |right_l v_i| / sigma_i.
     """
@@ -68,7 +69,7 @@ def exact(Js):
         right.append(J * right[-1])
     partial = [logarithms(mp.svd_r(right[n], compute_uv=False)) for n in DEPTHS if n < len(Js)]
     U, S, Vt = mp.svd_r(right[-1])
-    condition, V = 0, Vt.T
+    condition, V = np.zeros(Js.shape[-1]), Vt.T
     for J, norm, before in zip(factors[::-1], np.linalg.norm(Js, 2, (1, 2))[::-1], right[-2::-1]):
         condition = condition + norm * columns(U) * columns(before * V) / np.array(list(S))
         U = J.T * U
@@ -94,7 +95,7 @@ def difference(logs, expected):
 def test_every_singular_value_against_exact_arithmetic(family, d, seed):
     Js = family(np.random.default_rng(seed), d)
     logs = np.asarray(cumulative(Js).log_singular_values)
-    with mp.workdps(50 + int(1.2 * np.ptp(logs) / np.log(10))):
+    with mp.workdps(30 + int(1.1 * np.ptp(logs) / np.log(10))):
         expected, condition = exact(Js)
         errors = [difference(logs[depth - 1], row) for depth, row in zip(DEPTHS, expected)]
     expected = np.array(expected).astype(np.float64)
@@ -125,7 +126,12 @@ def test_windows_change_nothing(monkeypatch, seed):
     whole = cumulative(Js).log_singular_values
     sizes = []
     jacobi = products._jacobi
-    monkeypatch.setattr(products, "_jacobi", lambda A: sizes.append(len(A)) or jacobi(A))
+
+    def counted(A):
+        sizes.append(len(A))
+        return jacobi(A)
+
+    monkeypatch.setattr(products, "_jacobi", counted)
     monkeypatch.setattr(products, "CORE", 10.0)
     np.testing.assert_allclose(cumulative(Js).log_singular_values, whole, rtol=0, atol=1e-13)
     assert len(sizes) > 3 * len(Js)
@@ -135,12 +141,23 @@ def test_windows_change_nothing(monkeypatch, seed):
     assert np.abs(cumulative(Js).log_singular_values - whole).max() > 1e-9
 
 
+def test_values_are_in_order_across_windows(monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    Js, jacobi = orthogonal(rng, 20)[:4], products._jacobi
+    monkeypatch.setattr(products, "CORE", 0.0)  # a window for every value, each rounded in its way
+    monkeypatch.setattr(products, "_jacobi", lambda A: jacobi(A) + 1e-15 * rng.normal())
+    assert (np.diff(cumulative(Js).log_singular_values) <= 0).all()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_singular_values_add_up_to_the_determinant(family, seed):
     Js = family(np.random.default_rng(seed), 9)
     logs = np.asarray(cumulative(Js).log_singular_values)
     determinants = np.cumsum(np.linalg.slogdet(Js)[1])
-    np.testing.assert_allclose(logs.sum(-1), determinants, rtol=1e-12, atol=1e-9)
+    condition = np.cumsum(np.linalg.cond(Js))
+    assert (
+        np.abs(logs.sum(-1) - determinants) < 9 * EPS * (condition + 128 * np.abs(logs).max())
+    ).all()
     assert (np.diff(logs) <= 0).all()
 
 
@@ -165,6 +182,14 @@ def test_scaling_a_factor_adds_a_logarithm(c, seed):
     expected = np.asarray(plain.log_singular_values) + np.log(c) * (np.arange(7) >= 3)[:, None]
     np.testing.assert_allclose(scaled.log_singular_values, expected, rtol=0, atol=1e-11)
     np.testing.assert_allclose(scaled.effective_rank, plain.effective_rank, rtol=1e-11)
+
+
+def test_factors_at_the_end_of_the_range():
+    H = scipy.linalg.hadamard(4, float)
+    for c in (1.5e308, 1e-307):
+        logs = cumulative(jnp.asarray(c * np.stack([H, H, H]))).log_singular_values
+        expected = np.arange(1, 4) * (np.log(c) + np.log(2))
+        np.testing.assert_allclose(logs, np.repeat(expected[:, None], 4, 1), rtol=1e-15)
 
 
 def test_diagonal_factors_are_exact(seed):
@@ -331,11 +356,20 @@ def test_what_is_refused():
             transform(lambda Js: cumulative(Js).effective_rank[-1])(Js)
 
 
-def test_under_a_transform_a_sample_that_is_not_finite_is_nan():
+def test_under_a_transform_a_sample_that_is_not_finite_is_nan(monkeypatch):
+    jacobi, seen = products._jacobi, []
+
+    def watched(A):
+        seen.append(np.isfinite(A).all())
+        return jacobi(A)
+
+    monkeypatch.setattr(products, "_jacobi", watched)
     Js = jnp.stack(
         [jnp.ones((5, 3, 3)).at[3, 0, 1].set(jnp.inf), jnp.broadcast_to(jnp.eye(3), (5, 3, 3))]
     )
     result = jax.jit(cumulative)(Js)
+    assert all(seen)  # LAPACK may not come back from a nan
+    assert len(seen) == 5
     assert all(np.isnan(leaf[0]).all() for leaf in result)
     np.testing.assert_allclose(result.log_singular_values[1], 0, atol=1e-15)
     np.testing.assert_allclose(result.effective_rank[1], 3)
@@ -376,8 +410,8 @@ def test_effective_ranks_of_stacks_and_types():
 
 def test_effective_ranks_are_differentiable(seed):
     sigma = jnp.asarray(np.random.default_rng(seed).uniform(0.1, 3, 6))
-    for measure in (effective_rank, participation_ratio):
-        check_grads(measure, (sigma,), order=2, atol=1e-5, rtol=1e-5)
+    for measure, order in [(effective_rank, 2), (participation_ratio, 1)]:
+        check_grads(measure, (sigma,), order, atol=1e-5, rtol=1e-5)
         # Scale invariance: sigma . gradient = 0.
         np.testing.assert_allclose(sigma @ jax.grad(measure)(sigma), 0, atol=1e-14)
 

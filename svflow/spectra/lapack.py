@@ -7,6 +7,7 @@ solvers at the sizes where they matter, so the result is that of the matrix as g
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg.cython_lapack
 import threadpoolctl
 from jaxtyping import Array, Float
 
@@ -65,6 +67,19 @@ def in_threads(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any
         ThreadPoolExecutor(workers) as pool,
     ):
         return list(pool.map(function, items))
+
+
+@functools.cache
+def routine(name: str, arguments: int) -> Callable[..., None]:
+    """A routine of SciPy's LAPACK by pointers, called without the GIL, which SciPy's own hold."""
+    capsule = scipy.linalg.cython_lapack.__pyx_capi__[name]
+    api = ctypes.pythonapi
+    label = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", api))
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", api)
+    )
+    types = [ctypes.c_void_p] * arguments
+    return ctypes.CFUNCTYPE(None, *types)(pointer(capsule, label(capsule)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

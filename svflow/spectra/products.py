@@ -21,19 +21,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg.cython_lapack
 import scipy.special
 from jaxtyping import Array, Float
 
 from svflow.dtypes import at_least_float32
-from svflow.spectra.lapack import check_finite, check_matrices, cores, in_threads
+from svflow.spectra.lapack import check_finite, check_matrices, cores, in_threads, routine
 
 
 class Cumulative(NamedTuple):
@@ -349,24 +348,12 @@ def _log_singular_values(product: _Graded) -> np.ndarray:
     return -np.sort(-logs)
 
 
-@functools.cache
-def _dgejsv() -> Callable[..., None]:
-    """LAPACK's dgejsv, called without the GIL, which SciPy's own wrapper holds."""
-    capsule = scipy.linalg.cython_lapack.__pyx_capi__["dgejsv"]
-    api = ctypes.pythonapi
-    name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", api))
-    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-        ("PyCapsule_GetPointer", api)
-    )
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 19)(pointer(capsule, name(capsule)))
-
-
 def _jacobi(A: np.ndarray) -> np.ndarray:
-    """The log singular values of D B, to eps cond(B), B's rows being of one size, descending.
+    """The log singular values of A = D B, descending, to eps cond(B). A is overwritten.
 
-    dgejsv takes the transpose, which is A's own memory in column-major order: B^T D.
+    A's memory is its transpose, B^T D, in column-major order. Nothing may be out of e^(+-300).
     """
-    A = np.array(A, np.float64, order="C")  # a copy: it is overwritten
+    A = np.ascontiguousarray(A)
     n = len(A)
     values, work = np.empty(n), np.empty(7 + 66 * n + n * n)
     iwork, info = np.empty(4 * n + 3, np.intc), np.zeros(1, np.intc)
@@ -374,8 +361,7 @@ def _jacobi(A: np.ndarray) -> np.ndarray:
     # C: relative accuracy for B^T D. N, N: no vectors. R: |log sigma| < 354, not 708.
     options = [ctypes.c_char_p(letter) for letter in (b"C", b"N", b"N", b"R", b"N", b"N")]
     arrays = (size, size, A, size, values, A, size, A, size, work, lwork, iwork, info)
-    _dgejsv()(*options, *(array.ctypes.data for array in arrays))
+    routine("dgejsv", 19)(*options, *(array.ctypes.data for array in arrays))
     if info[0]:
         raise ArithmeticError(f"LAPACK's dgejsv did not converge (info = {info[0]})")
-    with np.errstate(divide="ignore"):
-        return np.log(values) + np.log(work[1] / work[0])
+    return np.log(values)  # in this range dgejsv undoes its own scaling: work[0] == work[1]

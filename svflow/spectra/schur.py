@@ -5,15 +5,15 @@ Axes: `stack`, any leading axes; `width`, of a square matrix, d in formulas.
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from jaxtyping import Array, ArrayLike, Float
 
-from svflow.spectra.lapack import Solver, check_matrices, on_host
+from svflow.spectra.lapack import Solver, check_matrices, on_host, routine
 
 
 class SchurParts(NamedTuple):
@@ -93,8 +93,24 @@ def rotated(
     return jnp.einsum("...ij,...jk,...lk->...il", Q, M, Q, precision=jax.lax.Precision.HIGHEST)
 
 
+def _dgees(J):
+    """Z and T of J = Z T Z^T by LAPACK."""
+    n = len(J)
+    T, Z = np.array(J, np.float64, order="F"), np.empty((n, n), order="F")
+    real, imaginary, work = np.empty(n), np.empty(n), np.empty(66 * n)
+    size, lwork = np.array([n], np.intc), np.array([len(work)], np.intc)
+    selected, info = np.zeros(1, np.intc), np.zeros(1, np.intc)
+    options = [ctypes.c_char_p(letter) for letter in (b"V", b"N")]  # Z too, in any order
+    arrays = (size, T, size, selected, real, imaginary, Z, size, work, lwork)
+    pointers = [array.ctypes.data for array in arrays]
+    routine("dgees", 15)(*options, None, *pointers, None, info.ctypes.data)
+    if info[0]:
+        raise ArithmeticError(f"LAPACK's dgees did not converge (info = {info[0]})")
+    return Z, T
+
+
 def _solve(J):
-    T, Z = scipy.linalg.schur(J, output="real", check_finite=False)
+    Z, T = _dgees(J)
     b, c = np.diag(T, 1), np.diag(T, -1)
     # Between blocks c, and so w, is 0; the product bc could leave the range of floats.
     w = np.sign(b) * np.sqrt(np.abs(b)) * np.sqrt(np.abs(c))
