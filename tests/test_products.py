@@ -379,7 +379,7 @@ def test_a_solver_that_fails_says_so(monkeypatch):
     def fail(*arguments):
         ctypes.c_int.from_address(arguments[-1]).value = 1
 
-    monkeypatch.setattr(products, "_dgejsv", lambda: fail)
+    monkeypatch.setattr(products, "routine", lambda *name: fail)
     with pytest.raises(ArithmeticError, match="did not converge"):
         cumulative(jnp.eye(3)[None])
 
