@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,13 @@ from svflow.models.loading import load
 from svflow.models.tokenizer import load_tokenizer
 from svflow.models.transformer import Transformer
 from svflow.portrait import portrait
+from svflow.spectra import Panel, panel
 
-FILES = ("index.html", "portrait.json", *(f"{key}.png" for key in report.MEASURES))
+FILES = (
+    "index.html",
+    "portrait.json",
+    *(f"{key}.png" for key in (*report.MEASURES, *page.SPECTRAL)),
+)
 """Every name that is written; nothing else in the folder is touched."""
 
 
@@ -74,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "float64", "bfloat16", "float16"),
         help="of weights and states (default: float32)",
     )
+    parser.add_argument(
+        "--no-spectra",
+        action="store_true",
+        help="leave out the spectra of the layers' Jacobians: their time grows as layers x width^3,"
+        " to minutes at a width of 768 and far more at some thousands",
+    )
     return parser
 
 
@@ -89,6 +101,7 @@ def _run(arguments: argparse.Namespace) -> None:
         ids, cut_from = _fit(model, ids, arguments.max_tokens)
         bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
         found = portrait(model, ids, progress=bar)
+        spectra = None if arguments.no_spectra else _spectra(model, ids)
         doc = report.document(
             found,
             model,
@@ -97,19 +110,37 @@ def _run(arguments: argparse.Namespace) -> None:
             text=text,
             pieces=pieces[: len(ids)],
             cut_from=cut_from,
+            spectra=spectra,
         )
         light, dark = page.pictures(doc, "light"), page.pictures(doc, "dark")
         for key, png in light.items():
             (scratch / f"{key}.png").write_bytes(png)
-        (scratch / "portrait.json").write_text(
-            json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        (scratch / "portrait.json").write_text(_json(doc) + "\n", encoding="utf-8")
         (scratch / "index.html").write_text(page.page(doc, light, dark), encoding="utf-8")
     config = model.config
     print(
         f"{doc['model']['name']}: {config.family}, {config.depth} layers, width {config.width}, "
         f"{len(ids)} tokens, {arguments.dtype} on {doc['device']}\n\n{report.table(doc)}\n\n"
         f"{arguments.out / 'index.html'}, portrait.json and {len(light)} figures"
+    )
+
+
+def _spectra(model: Transformer, ids: np.ndarray) -> Panel:
+    bar = functools.partial(tqdm, desc="spectra", delay=2, leave=False, disable=None)
+    try:
+        return panel(model, ids, progress=bar)
+    except (ValueError, MemoryError) as error:
+        raise ValueError(f"{error}; --no-spectra leaves the spectra out") from error
+
+
+def _json(doc: dict[str, Any]) -> str:
+    """Indented, but every list of numbers on one line."""
+    text = json.dumps(doc, indent=1, ensure_ascii=False, allow_nan=False)
+    # A line break is never inside a JSON string, where it is written \\n.
+    return re.sub(
+        r"\[\n\s*([^][{}\"]+?)\n\s*\]",
+        lambda match: f"[{' '.join(match[1].split())}]",
+        text,
     )
 
 

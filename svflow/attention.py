@@ -1,7 +1,8 @@
 """Multi-head attention as functions of arrays.
 
-Axes: `tokens` (queries), `keys` (the tokens attended to), `heads`, `groups` (key/value heads; each
-serves heads/groups query heads), `head` (the width of one head), `pairs` (rotated planes).
+Axes: `tokens` (queries; `rows`: some of them), `keys` (the tokens attended to), `heads`, `groups`
+(key/value heads; each serves heads/groups query heads), `head` (the width of one head), `pairs`
+(rotated planes).
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ def allowed_keys(
     *,
     causal: bool,
     window: Int[Array, ""] | None = None,
-    mask: Bool[Array, " tokens"] | None = None,
-) -> Bool[Array, "tokens keys"]:
+    mask: Bool[Array, " keys"] | None = None,
+    rows: Int[Array, " rows"] | None = None,
+) -> Bool[Array, "rows keys"]:
     """Which keys each query may attend to.
 
     `causal`: keys up to the query. `window`: only the last `window` keys, the query's own
     included; a window of 0 is no window. `mask`: real tokens; a padded token is seen by none but
-    itself, so every row has a key and softmax stays finite.
+    itself, so every row has a key and softmax stays finite. `rows`: the places of the queries that
+    are asked for; None for all.
     """
-    query, key = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None, :]
-    allowed = key <= query if causal else jnp.ones((tokens, tokens), bool)
+    query = (jnp.arange(tokens) if rows is None else rows)[:, None]
+    key = jnp.arange(tokens)[None, :]
+    allowed = key <= query if causal else jnp.ones((query.shape[0], tokens), bool)
     if window is not None:
         near = (query - key < window) if causal else (jnp.abs(query - key) < window)
         allowed = allowed & (near | (window == 0))
@@ -72,6 +76,66 @@ def mix_values(
     mixed = weights.reshape(groups, shared * tokens, keys) @ value.transpose(1, 0, 2)
     mixed = mixed.reshape(groups, shared, tokens, -1).transpose(2, 0, 1, 3)
     return mixed.reshape(tokens, groups * shared, -1)
+
+
+SCORES = 2**25  # How many scores `attend` holds at once: 128 MiB in float32.
+
+
+def query_chunk(tokens: int, heads: int) -> int:
+    """How many queries `attend` takes at a time: all, or as many of one head as `SCORES` allows.
+
+    A few hundred rows keep the matrix products as fast as they get; more than 1024 gain nothing.
+    """
+    if heads * tokens * tokens <= SCORES:
+        return tokens
+    return max(1, min(1024, SCORES // tokens))
+
+
+def attend(
+    query: Float[Array, "tokens heads head"],
+    key: Float[Array, "tokens heads head"],
+    value: Float[Array, "tokens heads value"],
+    *,
+    scale: Float[Array, ""],
+    causal: bool = False,
+    mask: Bool[Array, " tokens"] | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "tokens heads value"]:
+    """sum_j softmax_j( scale q_i . k_j ) v_j for every head, without the matrix of all scores.
+
+    Rows of queries are independent, so `chunk` of them (by default `query_chunk`), of one head at
+    a time, have their scores in memory; reverse mode computes these again. The softmax is taken
+    in float32 at least, and divided by its sum after the values are mixed.
+    """
+    tokens, heads, _ = query.shape
+    chunk = query_chunk(tokens, heads) if chunk is None else min(chunk, tokens)
+    q, k, v = (query * scale).transpose(1, 0, 2), key.transpose(1, 2, 0), value.transpose(1, 0, 2)
+
+    def mixed(q, k, v, rows):
+        scores = q @ k
+        wide = scores.astype(at_least_float32(scores.dtype))
+        if causal or mask is not None:
+            allowed = allowed_keys(tokens, causal=causal, mask=mask, rows=rows)
+            wide = jnp.where(allowed, wide, jnp.finfo(wide.dtype).min)
+        # The shift drops out of the quotient, and so out of its derivative.
+        top = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
+        share = jnp.exp(wide - top)
+        total = jnp.sum(share, axis=-1, keepdims=True)
+        return ((share.astype(v.dtype) @ v).astype(total.dtype) / total).astype(v.dtype)
+
+    if chunk == tokens:
+        return mixed(q, k, v, jnp.arange(tokens)).transpose(1, 0, 2)
+    chunks = -(-tokens // chunk)
+    q = jnp.pad(q, ((0, 0), (0, chunks * chunk - tokens), (0, 0)))  # rows that are cut off again
+    q = q.reshape(heads * chunks, chunk, -1)
+
+    @jax.checkpoint
+    def one(place):
+        head, rows = place // chunks, place % chunks * chunk + jnp.arange(chunk)
+        return mixed(q[place], k[head], v[head], rows)
+
+    out = jax.lax.map(one, jnp.arange(heads * chunks))
+    return out.reshape(heads, chunks * chunk, -1)[:, :tokens].transpose(1, 0, 2)
 
 
 def rotate(

@@ -9,6 +9,7 @@ import base64
 import html
 import io
 import math
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,15 +18,48 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.report import MEASURES, columns, label_of, notes, number, shown
+from svflow.report import (
+    KEEPS,
+    MEASURES,
+    RANK,
+    SPECTRA,
+    Measure,
+    columns,
+    label_of,
+    notes,
+    number,
+    shown,
+    spectral_columns,
+)
+
+SPECTRAL = ("eigenvalues", *SPECTRA, "rank")
+"""The keys of the pictures of the spectra."""
 
 
 def pictures(doc: Mapping[str, Any], theme: str) -> dict[str, bytes]:
-    """One PNG per measure, by its key. `theme` is "light" or "dark"."""
-    return {key: _picture(doc, key, theme) for key in doc["measures"]}
+    """One PNG per measure, by its key, and those of `SPECTRAL` where the document has spectra.
+
+    `theme` is "light" or "dark".
+    """
+    found = {}
+    with matplotlib.rc_context(plotting.style(theme)):
+        for key in doc["measures"]:
+            found[key] = _png(_draw_measure(doc, key, theme))
+        if doc["spectra"] is not None:
+            found["eigenvalues"] = _png(_draw_eigenvalues(doc, theme))
+            for key in SPECTRA:
+                found[key] = _png(_draw_spectral(doc, key, theme))
+            found["rank"] = _png(_draw_rank(doc, theme))
+    return found
 
 
-def _picture(doc: Mapping[str, Any], key: str, theme: str) -> bytes:
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _draw_measure(doc: Mapping[str, Any], key: str, theme: str) -> Figure:
     measure = doc["measures"][key]
     # The refined flow starts in the model's own state: a zero says nothing there.
     skip = 1 if key == "refined" else 0
@@ -51,7 +85,9 @@ def _picture(doc: Mapping[str, Any], key: str, theme: str) -> bytes:
             )
         )
     depth = measure["start"] + skip + np.arange(len(series[0].line))
-    drawn = np.concatenate([[one.line, one.first] for one in series if one.first is not None])
+    drawn = np.concatenate(
+        [[one.line, one.companion] for one in series if one.companion is not None]
+    )
     drawn = drawn[np.isfinite(drawn)]
     scale: str | float = "linear"
     if drawn.size and drawn.min() > 0 and drawn.max() > 30 * drawn.min():
@@ -62,23 +98,136 @@ def _picture(doc: Mapping[str, Any], key: str, theme: str) -> bytes:
         if np.abs(drawn).max() > 10 * bulk > 0:
             scale = 10.0 ** math.ceil(math.log10(bulk))
     vocabulary = doc["model"]["vocabulary"]
-    level = ("uniform guess", math.log(vocabulary)) if key == "loss" else None
-    with matplotlib.rc_context(plotting.style(theme)):
-        figure = Figure()
-        axes = plotting.over_depth(
-            figure.add_subplot(),
-            depth,
-            series,
-            theme=theme,
-            title=measure["title"],
-            label=MEASURES[key].label,
-            scale=scale,
-            level=level,
+    figure = Figure()
+    axes = plotting.over_depth(
+        figure.add_subplot(),
+        depth,
+        series,
+        theme=theme,
+        title=measure["title"],
+        label=MEASURES[key].label,
+        scale=scale,
+        level=("uniform guess", math.log(vocabulary)) if key == "loss" else None,
+    )
+    plotting.flush_left(axes)
+    return figure
+
+
+_LINES = {
+    "layer": "this model",
+    "eigenvalues": r"$|\lambda| > 1$",
+    "singular values": r"$\sigma > 1$",
+    "self": "self",
+    "forward": "forward",
+}
+
+
+def _draw_spectral(doc: Mapping[str, Any], key: str, theme: str) -> Figure:
+    spectra = doc["spectra"]
+    measure = spectra["measures"][key]
+    series = []
+    for hue, (name, line) in enumerate(measure["lines"].items()):
+        model, untrained, noise = (
+            np.array(line[field], float) for field in ("model", "untrained", "gaussian")
         )
-        plotting.flush_left(axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+        series.append(plotting.Series(_LINES[name], hue, model, None, None, untrained, noise))
+    drawn = np.concatenate([[one.line, one.companion, one.noise] for one in series])
+    drawn = drawn[np.isfinite(drawn)]
+    spread = drawn.max() / drawn.min() if drawn.size and drawn.min() > 0 else 1.0
+    log = key == "condition_number" or (key == "spectral_radius" and spread > 4)
+    over = key == "condition_number" and drawn.size and drawn.max() > spectra["resolution"]
+    figure = Figure()
+    axes = plotting.over_depth(
+        figure.add_subplot(),
+        measure["start"] + np.arange(len(series[0].line)),
+        series,
+        theme=theme,
+        title=measure["title"],
+        label=SPECTRA[key].label,
+        scale="log" if log else "linear",
+        level=("1 / eps", spectra["resolution"]) if over else None,
+        companion="untrained",
+    )
+    plotting.flush_left(axes)
+    return figure
+
+
+def _draw_eigenvalues(doc: Mapping[str, Any], theme: str) -> Figure:
+    values = _eigenvalues(doc, "model")
+    behind = _eigenvalues(doc, "untrained")
+    figure = Figure()
+    plotting.spectra(
+        figure,
+        [plotting.Spectrum(*one) for one in zip(values, behind, *zip(*_frames(values)))],
+        theme=theme,
+        title="Eigenvalues of the layers’ Jacobians",
+        behind="untrained",
+    )
+    return figure
+
+
+def _eigenvalues(doc: Mapping[str, Any], source: str) -> np.ndarray:
+    pairs = np.array(doc["spectra"]["eigenvalues"][source], float)
+    return pairs[..., 0] + 1j * pairs[..., 1]
+
+
+def _frames(values: np.ndarray) -> list[tuple[tuple[float, float, float], bool]]:
+    """Each layer's frame, and whether it is the common one.
+
+    A frame holds all of the eigenvalues where that makes it at most twice as large as one of the
+    central 98 % of their parts, otherwise those. Layers whose extent is within a factor of 4 of
+    the median layer's share one.
+    """
+    low, high = np.quantile(values.real, [0.01, 0.99], axis=-1)
+    up = np.quantile(np.abs(values.imag), 0.98, axis=-1)
+    extent = np.maximum(high - low, 2 * up)
+    whole = values.real.min(-1), values.real.max(-1), np.abs(values.imag).max(-1)
+    fits = np.maximum(whole[1] - whole[0], 2 * whole[2]) <= 2 * extent
+    low, high, up = (np.where(fits, a, b) for a, b in zip(whole, (low, high, up)))
+    middle = np.median(extent)
+    shared = (extent <= 4 * middle) & (extent >= middle / 4)
+    frames = []
+    common = (low[shared].min(), high[shared].max(), up[shared].max())
+    for layer, one in enumerate(zip(low, high, up)):
+        least, most, top = common if shared[layer] else one
+        size = max(most - least, 2 * top) or 1.0
+        least, most, top = least - size / 8, most + size / 8, top + size / 8
+        # Neither flat nor tall: a picture is at most square and at least half as high as wide.
+        top = max(top, (most - least) / 4)
+        wider = max(0.0, 2 * top - (most - least)) / 2
+        frames.append(
+            ((float(least - wider), float(most + wider), float(top)), bool(shared[layer]))
+        )
+    return frames
+
+
+def _draw_rank(doc: Mapping[str, Any], theme: str) -> Figure:
+    lines = doc["spectra"]["rank"]["lines"]
+    parts = [
+        plotting.Pair(
+            KEEPS[source][0],
+            line["keeps"],
+            np.array(line["before"], float),
+            np.array(line["after"], float),
+        )
+        for source, line in lines.items()
+    ]
+    figure = Figure()
+    drawn = np.array([[one.before, one.after] for one in parts])
+    least = np.nanmin(drawn) if np.isfinite(drawn).any() else 1.0
+    width = doc["model"]["width"]
+    plotting.pairs(
+        figure,
+        1 + np.arange(len(parts[0].before)),
+        parts,
+        theme=theme,
+        title=RANK.title,
+        label=RANK.label,
+        before="as it is",
+        after="non-normality removed",
+        limits=(least / 1.15, 1.1 * width),
+    )
+    return figure
 
 
 def page(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
@@ -145,7 +294,7 @@ embedding.</p>
 {_all_statistics(doc)}
 </details>
 </section>
-<section class="prose">
+{_spectra(doc, light, dark)}<section class="prose">
 <h2>How to read it</h2>
 <ul>
 {"".join(f"<li>{html.escape(note)}</li>" for note in notes(doc))}
@@ -194,10 +343,117 @@ def _cards(doc: Mapping[str, Any]) -> str:
     return "".join(cards)
 
 
+def _spectra(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
+    spectra = doc["spectra"]
+    if spectra is None:
+        return ""
+    width, place = doc["model"]["width"], spectra["token"]
+    frames = _frames(_eigenvalues(doc, "model"))
+    own = [str(layer) for layer, (_, shared) in enumerate(frames, 1) if not shared]
+    scale = (
+        f"All but layer{'s' * (len(own) > 1)} {', '.join(own)} have one scale."
+        if own
+        else "All layers have one scale."
+    )
+    eigenvalues = Measure(
+        "Eigenvalues of the layers’ Jacobians", "", "", "",
+        f"det( {_LAYER_J} − <i>λ I</i> ) = 0, &ensp;{_LAYER_J} = ∂<i>h<sub>l</sub></i> / "
+        "∂<i>h<sub>l</sub></i><sub>−1</sub>",
+        f"{width} eigenvalues a layer in the complex plane, with the unit circle and the real "
+        "axis; a layer that did nothing would have all of them at 1. Behind them in grey, the same "
+        f"architecture untrained, as far as it lies within. {scale} A triangle on an edge stands "
+        "for eigenvalues of this model beyond it, +<i>n</i> for how many there are.",
+        "Definition; Fernando and Guitchounts, arXiv 2605.14258",
+    )  # fmt: skip
+    top = spectra["top"]
+    chance = f"<i>k</i> = {top}: the largest {top} of {width} directions, by chance "
+    alignment = (
+        "Whether the directions that a layer makes largest are those it stretches most itself "
+        "(self) or those the next layer stretches most (forward). "
+        f"{chance if top > 1 else f'<i>k</i> = 1 of {width} directions, by chance '}"
+        f"{_html_number(top / width)}."
+    )
+    figures = []
+    for key in SPECTRA:
+        measure = SPECTRA[key]
+        if key == "alignment":
+            measure = measure._replace(meaning=alignment)
+        figures.append(_image(key, measure, light[key], dark[key]))
+    rank = RANK._replace(
+        meaning=f"{RANK.meaning} <b>Random factors recover as well</b>, so the gain alone says "
+        "nothing about training: only its difference from the controls does. Each control draws "
+        "every factor anew and keeps what stands above it; the random bases without their "
+        "departure are normal matrices with this model’s eigenvalues in Haar bases. Grey lines "
+        "repeat this model."
+    )
+    return f"""<section>
+<h2>Local linear dynamics</h2>
+<p class="prose">What a layer does to a small change of one token’s state: the Jacobian
+{_LAYER_J} of layer <i>l</i> at token {place + 1}, “{html.escape(doc["pieces"][place])}”, with
+the other tokens’ states before the layer held. Much of what such spectra show, matrices of noise
+show too. So dotted lines are what a Gaussian matrix of the same width and norm gives, dashed lines
+the same architecture untrained on the same text (seed {spectra["seed"]}): only what differs from
+both is a finding.</p>
+{_image("eigenvalues", eigenvalues, light["eigenvalues"], dark["eigenvalues"], wide=True)}
+<div class="figures">
+{"".join(figures)}
+</div>
+{_image("rank", rank, light["rank"], dark["rank"], wide=True)}
+<h3>After the last layer</h3>
+<div class="scroll">{_rank_table(doc)}</div>
+<h3>By layer</h3>
+<div class="scroll">{_html_rows(spectral_columns(doc), _layers(doc)[1:])}</div>
+<details><summary>Every measure: this model, untrained, Gaussian, excess</summary>
+{_all_spectra(doc)}
+</details>
+</section>
+"""
+
+
+_LAYER_J = "<i>J<sub>l</sub></i>"
+
+
+def _rank_table(doc: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row" class="words">{html.escape(KEEPS[source][0])}</th><td class="words">'
+        f"{html.escape(line['keeps'])}</td>"
+        + "".join(f"<td>{_html_number(line[k][-1])}</td>" for k in ("before", "after", "gain"))
+        + "</tr>"
+        for source, line in doc["spectra"]["rank"]["lines"].items()
+    )
+    return (
+        '<table><thead><tr><th scope="col" class="words">factors</th>'
+        '<th scope="col" class="words">what is kept</th><th scope="col">rank as it is</th>'
+        '<th scope="col">non-normality removed</th><th scope="col">gain</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
+    )
+
+
+def _all_spectra(doc: Mapping[str, Any]) -> str:
+    spectra, blocks = doc["spectra"], []
+    for measure in spectra["measures"].values():
+        for name, line in measure["lines"].items():
+            part = f" — {name}" if len(measure["lines"]) > 1 else ""
+            blocks.append((measure["title"] + part, measure["unit"], line))
+    rank = spectra["rank"]
+    for source, line in rank["lines"].items():
+        values = {field: values for field, values in line.items() if field != "keeps"}
+        blocks.append((f"{rank['title']} — {KEEPS[source][0]}", rank["unit"], values))
+    return "".join(
+        f"<h3>{html.escape(title)} <small>{html.escape(unit)}</small></h3>"
+        '<div class="scroll">'
+        + _html_rows([(field, "", values) for field, values in line.items()], _layers(doc)[1:])
+        + "</div>"
+        for title, unit, line in blocks
+    )
+
+
+def _layers(doc: Mapping[str, Any]) -> list[str]:
+    return ["embed", *map(str, range(1, doc["model"]["layers"] + 1))]
+
+
 def _figure(doc: Mapping[str, Any], key: str, light: bytes, dark: bytes) -> str:
     measure = MEASURES[key]
-    title = html.escape(measure.title)
-    meaning = measure.meaning
     if key == "refined":
         steps = round(1 / doc["dt"])
         split = len(doc["measures"]["step"]["lines"]) > 1
@@ -208,13 +464,23 @@ def _figure(doc: Mapping[str, Any], key: str, light: bytes, dark: bytes) -> str:
             f"1/{steps} and 1/{steps // 2}, is about how far <i>y</i> itself still is from the "
             "limit of small steps; where it is not small, the flow is not resolved."
         )
-    return f"""<figure id="{key}">
-<picture>
+        measure = measure._replace(meaning=meaning)
+    return _image(key, measure, light, dark)
+
+
+def _image(key: str, measure: Measure, light: bytes, dark: bytes, *, wide: bool = False) -> str:
+    title = html.escape(measure.title)
+    width, height = struct.unpack(">II", light[16:24])  # of PNG's first chunk
+    picture = f"""<picture>
 <source srcset="{_data_uri(dark)}" media="(prefers-color-scheme: dark)">
-<img src="{_data_uri(light)}" alt="{title} over depth" width="1040" height="680">
-</picture>
-<figcaption><p class="formula">{measure.formula}</p><p>{meaning}</p>
-<p class="source">{html.escape(measure.source)}.</p></figcaption>
+<img src="{_data_uri(light)}" alt="{title} over depth" width="{width}" height="{height}">
+</picture>"""
+    if wide:
+        picture = f'<div class="scroll wide">{picture}</div>'
+    return f"""<figure id="{key}">
+{picture}
+<figcaption><p class="formula">{measure.formula}</p><p>{measure.meaning}</p>
+<p class="source">{measure.source}.</p></figcaption>
 </figure>"""
 
 
@@ -227,7 +493,10 @@ def _html_number(value: float | None) -> str:
 
 
 def _html_table(doc: Mapping[str, Any]) -> str:
-    found = columns(doc)
+    return _html_rows(columns(doc), _layers(doc))
+
+
+def _html_rows(found, names: list[str]) -> str:
     groups: list[list[Any]] = []
     for measure, *_ in found:
         if groups and groups[-1][0] == measure:
@@ -241,9 +510,9 @@ def _html_table(doc: Mapping[str, Any]) -> str:
     )
     under = "".join(f'<th scope="col">{html.escape(line)}</th>' for _, line, _ in found)
     rows = []
-    for depth in range(doc["model"]["layers"] + 1):
+    for depth, name in enumerate(names):
         cells = "".join(f"<td>{_html_number(values[depth])}</td>" for *_, values in found)
-        rows.append(f'<tr><th scope="row">{depth or "embed"}</th>{cells}</tr>')
+        rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
     return (
         f'<table><thead><tr><th rowspan="2" scope="col">layer</th>{top}</tr><tr>{under}</tr>'
         f"</thead><tbody>{''.join(rows)}</tbody></table>"
@@ -322,6 +591,9 @@ figure { margin: 0; min-width: 0; }
 img { display: block; width: 100%; height: auto; }
 figcaption { padding-top: 8px; font-size: 14.5px; line-height: 1.5; color: var(--soft); }
 figcaption p { margin: 0 0 4px; }
+section > figure { margin: 44px 0; }
+.wide img { min-width: 760px; }
+table .words { text-align: left; }
 .formula { color: var(--ink); font: 16.5px/1.5 Georgia, "Times New Roman", serif; }
 .source { font-size: 13px; }
 .scroll { overflow-x: auto; }

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Circle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # Blue and vermilion keep their contrast under every common colour blindness. Source: Okabe and
 # Ito, "Color universal design", 2008; lighter on dark paper. Markers tell them apart as well.
@@ -21,7 +24,21 @@ COLOURS = {
     "dark": ("#56b4e9", "#f0a03c", "#2cc295", "#d48fb9"),
 }
 MARKERS = ("o", "s", "^", "D")
+WIDE = 10.8
+"""Inches: the width of a figure across the whole page; others have half of it."""
 FONTS = ("Inter", "Source Sans 3", "Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans")
+
+
+def _plain(value: float, _) -> str:
+    """As people write it; a power of ten from 1e4 and below 1e-3."""
+    if value > 0 and not 1e-3 <= value < 1e4:
+        mantissa, exponent = f"{value:e}".split("e")
+        times = "" if float(mantissa) == 1 else rf"{float(mantissa):g}\times"
+        return rf"${times}10^{{{int(exponent)}}}$"
+    return f"{value:g}".replace("-", "\N{MINUS SIGN}")
+
+
+PLAIN = FuncFormatter(_plain)
 
 
 class Series(NamedTuple):
@@ -32,7 +49,8 @@ class Series(NamedTuple):
         hue: which of the theme's four `COLOURS`, and of the `MARKERS`.
         line: (points,) the values; nan leaves a gap.
         low, high: (points,) the edges of the band around it.
-        first: (points,) a thin dashed companion, the first token.
+        companion: (points,) a thin dashed line of the same colour.
+        noise: (points,) a dotted line, what a random matrix gives.
     """
 
     label: str
@@ -40,7 +58,8 @@ class Series(NamedTuple):
     line: np.ndarray
     low: np.ndarray | None = None
     high: np.ndarray | None = None
-    first: np.ndarray | None = None
+    companion: np.ndarray | None = None
+    noise: np.ndarray | None = None
 
 
 def style(theme: str) -> dict[Any, Any]:
@@ -100,8 +119,9 @@ def over_depth(
     label: str,
     scale: str | float = "linear",
     level: tuple[str, float] | None = None,
+    companion: str = "first token",
 ) -> Axes:
-    """Lines over depth, each with its band and its dashed companion, on axes of a `style`.
+    """Lines over depth, each with its band and its companions, on axes of a `style`.
 
     Arguments:
         depth: (points,) where the points are, in layers.
@@ -111,14 +131,18 @@ def over_depth(
         scale: of the vertical axis: "linear", "log", or a number s for an axis that is linear
             within +-s and logarithmic beyond.
         level: the name and height of a horizontal line to compare with.
+        companion: the name of the dashed companions.
     """
     tone = THEMES[theme]
+    dotted: dict[str, Any] = dict(color=tone["pale"], lw=1.2, ls=(0, (1, 1)))
     for one in series:
         colour = COLOURS[theme][one.hue]
         if one.low is not None and one.high is not None:
             axes.fill_between(depth, one.low, one.high, color=colour, alpha=0.17, lw=0)
-        if one.first is not None:
-            axes.plot(depth, one.first, color=colour, lw=1, ls=(0, (4, 2)), alpha=0.8)
+        if one.noise is not None:
+            axes.plot(depth, one.noise, **dotted | ({"color": colour} if len(series) > 1 else {}))
+        if one.companion is not None:
+            axes.plot(depth, one.companion, color=colour, lw=1, ls=(0, (4, 2)), alpha=0.8)
         axes.plot(
             depth,
             one.line,
@@ -128,9 +152,11 @@ def over_depth(
             markeredgewidth=0,
         )
     if level is not None:
-        axes.axhline(level[1], color=tone["pale"], lw=1.2, ls=(0, (1, 1)), label=level[0])
-    if any(one.first is not None for one in series):
-        axes.plot([], [], color=tone["pale"], lw=1, ls=(0, (4, 2)), label="first token")
+        axes.axhline(level[1], **dotted | {"ls": (0, (6, 1.5, 1, 1.5))}, label=level[0])
+    if any(one.companion is not None for one in series):
+        axes.plot([], [], color=tone["pale"], lw=1, ls=(0, (4, 2)), label=companion)
+    if any(one.noise is not None for one in series):
+        axes.plot([], [], **dotted, label="Gaussian matrix")
     if isinstance(scale, float):
         axes.set_yscale("symlog", linthresh=scale, linscale=2)
         note = f"linear within ±{scale:g}"
@@ -138,10 +164,10 @@ def over_depth(
     elif scale == "log":
         axes.set_yscale("log")
     if scale != "linear":
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"{value:g}".replace("-", "\N{MINUS SIGN}"))
-        )
+        axes.yaxis.set_major_formatter(PLAIN)
         axes.yaxis.set_minor_formatter(NullFormatter())
+    if scale == "log":
+        _log_ticks(axes)
     axes.set_title(title)
     axes.set_xlabel("depth (layers)")
     axes.set_ylabel(label)
@@ -162,6 +188,14 @@ def over_depth(
     return axes
 
 
+def _log_ticks(axes: Axes) -> None:
+    """More ticks than the powers of ten on a logarithmic axis of less than two decades."""
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        subs = (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+
+
 def flush_left(axes: Axes) -> None:
     """Moves the title and the legend from the left edge of the axes to that of the figure."""
     box = axes.get_position()
@@ -171,3 +205,222 @@ def flush_left(axes: Axes) -> None:
     legend = axes.get_legend()
     if legend is not None:
         legend.set_bbox_to_anchor((edge, 1.0))
+
+
+class Spectrum(NamedTuple):
+    """One layer's eigenvalues in the complex plane.
+
+    Arguments:
+        values: (width,) complex.
+        behind: (width,) complex, drawn behind them to compare with.
+        frame: the least and largest real part, and the largest imaginary part, that are drawn.
+        shared: whether most others have the same frame.
+    """
+
+    values: np.ndarray
+    behind: np.ndarray
+    frame: tuple[float, float, float]
+    shared: bool
+
+
+def spectra(
+    figure: Figure, layers: Sequence[Spectrum], *, theme: str, title: str, behind: str
+) -> None:
+    """A grid of eigenvalues in the complex plane, one picture per layer, of a `style`.
+
+    Eigenvalues outside a frame stand as triangles on its edge, and their number above it.
+
+    Arguments:
+        theme: "light" or "dark".
+        title: of the whole.
+        behind: the name of what is drawn behind.
+    """
+    tone, (blue, vermilion, *_) = THEMES[theme], COLOURS[theme]
+    columns = next(n for most, n in ((8, 4), (18, 6), (10**9, 8)) if len(layers) <= most)
+    rows = -(-len(layers) // columns)
+    gap_x, gap_y, left, right, top, bottom, width = 0.33, 0.44, 0.62, 0.12, 1.0, 0.52, WIDE
+    side = (width - left - right - gap_x * (columns - 1)) / columns
+    shared = next(one.frame for one in layers if one.shared)
+    some_outside = False
+    tall = side * 2 * shared[2] / (shared[1] - shared[0])
+    height = top + bottom + rows * tall + (rows - 1) * gap_y
+    figure.set_size_inches(width, height)
+    dot = np.clip(24 / len(layers[0].values) ** 0.5, 0.9, 3) * (side / 2.3) ** 0.5
+    for place, one in enumerate(layers):
+        row, column = divmod(place, columns)
+        axes = figure.add_axes(
+            (
+                (left + column * (side + gap_x)) / width,
+                1 - (top + row * (tall + gap_y) + tall) / height,
+                side / width,
+                tall / height,
+            )
+        )
+        low, high, up = one.frame
+        if not one.shared:  # the same shape of picture
+            middle, half = (low + high) / 2, max((high - low) / 2, up * side / tall)
+            low, high, up = middle - half, middle + half, half * tall / side
+        axes.set_xlim(low, high)
+        axes.set_ylim(-up, up)
+        axes.axhline(0, color=tone["pale"], lw=0.7, zorder=1, alpha=0.6)
+        axes.add_patch(Circle((0, 0), 1, fill=False, ec=tone["pale"], lw=0.9, zorder=1))
+        axes.plot(
+            one.behind.real, one.behind.imag, "o", ms=dot, mew=0, color=tone["pale"], alpha=0.55,
+            zorder=2,
+        )  # fmt: skip
+        real, imag = one.values.real, one.values.imag
+        inside = (real >= low) & (real <= high) & (np.abs(imag) <= up)
+        axes.plot(real[inside], imag[inside], "o", ms=dot, mew=0, color=blue, alpha=0.8, zorder=3)
+        for marker, side_of in (
+            ("<", real < low), (">", real > high),
+            ("^", (imag > up) & (real >= low) & (real <= high)),
+            ("v", (imag < -up) & (real >= low) & (real <= high)),
+        ):  # fmt: skip
+            axes.plot(
+                np.clip(real[side_of], low, high), np.clip(imag[side_of], -up, up), marker,
+                ms=4.5, mew=0, color=vermilion, zorder=4, clip_on=False,
+            )  # fmt: skip
+        axes.spines[["top", "right"]].set_visible(True)
+        for spine in axes.spines.values():
+            spine.set_color(tone["rule"] if one.shared else tone["ink"])
+        outside = len(inside) - int(inside.sum())
+        some_outside |= outside > 0
+        small: dict[str, Any] = dict(size=8.5, weight="normal", pad=4)
+        axes.set_title(f"layer {place + 1}", **small)
+        if outside:
+            axes.set_title(f"+{outside}", loc="right", color=vermilion, **small)
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10], symmetric=True))
+        axes.xaxis.set_major_formatter(PLAIN)
+        axes.yaxis.set_major_formatter(PLAIN)
+        axes.tick_params(length=2, pad=1.5, labelsize=7.5)
+        last = place + columns >= len(layers)
+        first = column == 0 or not any(other.shared for other in layers[place - column : place])
+        axes.tick_params(labelleft=first or not one.shared, labelbottom=last or not one.shared)
+        if column == 0:
+            axes.set_ylabel(r"Im $\lambda$", size=8.5, labelpad=2)
+        if last:
+            axes.set_xlabel(r"Re $\lambda$", size=8.5, labelpad=2)
+    handles = [
+        Line2D([], [], ls="", marker="o", ms=4, mew=0, color=blue, label="this model"),
+        Line2D([], [], ls="", marker="o", ms=4, mew=0, color=tone["pale"], label=behind),
+        Line2D([], [], ls="", marker="o", ms=7, mfc="none", mec=tone["pale"],
+               label=r"unit circle $|\lambda|=1$"),
+    ]  # fmt: skip
+    if not all(one.shared for one in layers):
+        handles.append(
+            Line2D([], [], ls="", marker="s", ms=7, mfc="none", mec=tone["ink"], label="own scale")
+        )
+    if some_outside:
+        handles.append(
+            Line2D([], [], ls="", marker=">", ms=5, mew=0, color=vermilion, label="+n beyond")
+        )
+    _headline(figure, title, handles)
+
+
+class Pair(NamedTuple):
+    """A quantity over depth before and after something is done.
+
+    Arguments:
+        title, note: its name, and a line below it.
+        before, after: (points,).
+    """
+
+    title: str
+    note: str
+    before: np.ndarray
+    after: np.ndarray
+
+
+def pairs(
+    figure: Figure,
+    depth: np.ndarray,
+    parts: Sequence[Pair],
+    *,
+    theme: str,
+    title: str,
+    label: str,
+    before: str,
+    after: str,
+    limits: tuple[float, float],
+) -> None:
+    """Pictures of pairs of lines on common axes, the first pair repeated in grey in the others.
+
+    Arguments:
+        depth: (points,) in layers.
+        theme: "light" or "dark".
+        title, label: of the whole and of the vertical axes, which are logarithmic.
+        before, after: the names of the lines.
+        limits: of the vertical axes.
+    """
+    tone, (blue, vermilion, *_) = THEMES[theme], COLOURS[theme]
+    columns = 3
+    rows = -(-len(parts) // columns)
+    gap_x, gap_y, left, right, top, bottom, width = 0.3, 0.72, 0.72, 0.12, 1.27, 0.5, WIDE
+    side, tall = (width - left - right - gap_x * (columns - 1)) / columns, 1.85
+    height = top + bottom + rows * tall + (rows - 1) * gap_y
+    figure.set_size_inches(width, height)
+    for place, one in enumerate(parts):
+        row, column = divmod(place, columns)
+        axes = figure.add_axes(
+            (
+                (left + column * (side + gap_x)) / width,
+                1 - (top + row * (tall + gap_y) + tall) / height,
+                side / width,
+                tall / height,
+            )
+        )
+        marked = len(depth) <= 40
+        if place:
+            for values, dash in ((parts[0].before, "-"), (parts[0].after, (0, (3, 1.5)))):
+                axes.plot(depth, values, color=tone["pale"], lw=1.1, ls=dash, alpha=0.75)
+        axes.fill_between(depth, one.before, one.after, color=tone["pale"], alpha=0.13, lw=0)
+        for values, colour, marker in (
+            (one.before, blue, MARKERS[0]),
+            (one.after, vermilion, MARKERS[1]),
+        ):
+            axes.plot(depth, values, color=colour, marker=marker if marked else None, mew=0, ms=3.2)
+        axes.set_yscale("log")
+        axes.set_ylim(*limits)
+        _log_ticks(axes)
+        axes.yaxis.set_major_formatter(PLAIN)
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        edge = 0.02 * depth[-1] if len(depth) > 1 else 0.5
+        axes.set_xlim(depth[0] - edge, depth[-1] + edge)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+        axes.tick_params(labelleft=column == 0, labelbottom=place + columns >= len(parts))
+        axes.set_title(one.title, size=9.5, pad=18)
+        axes.text(0, 1.035, one.note, transform=axes.transAxes, size=8.5, color=tone["pale"])
+        if column == 0:
+            axes.set_ylabel(label)
+        if place + columns >= len(parts):
+            axes.set_xlabel("depth (layers)")
+    shape: dict[str, Any] = dict(mew=0, ms=4)
+    handles = [
+        Line2D([], [], color=blue, marker=MARKERS[0], label=before, **shape),
+        Line2D([], [], color=vermilion, marker=MARKERS[1], label=after, **shape),
+        Line2D([], [], color=tone["pale"], lw=1.1, label=f"{parts[0].title}, {before}"),
+        Line2D([], [], color=tone["pale"], lw=1.1, ls=(0, (3, 1.5)),
+               label=f"{parts[0].title}, {after}"),
+    ]  # fmt: skip
+    _headline(figure, title, handles)
+
+
+def _headline(figure: Figure, title: str, handles: Sequence[Line2D]) -> None:
+    """Title and legend above a grid, flush with the figure's left edge."""
+    width, height = figure.get_size_inches()
+    x = 0.06 / width
+    figure.text(x, 1 - 0.12 / height, title, size=11, weight="bold", va="top")
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(x, 1 - 0.4 / height),
+        ncols=len(handles),
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1.8,
+        handletextpad=0.5,
+        columnspacing=1.6,
+    )

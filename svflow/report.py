@@ -3,7 +3,7 @@
 The document is the only source of the table and of `svflow.page`, so that they show the same
 numbers:
 
-    format          "svflow portrait 1"
+    format          "svflow portrait 2"
     model           name, family, layers, width, vocabulary, parameters, dtype, norm, placement,
                     causal
     text            the text, null where token ids were given
@@ -21,6 +21,28 @@ numbers:
                     first_token, and tokens, how many the statistics are over; null for a
                     statistic over no token, or a value that is not finite. `outside` is the number
                     of tokens with rho + c <= 0, for the step only.
+    spectra         the local linear dynamics, see `svflow.spectra.panel`; null where left out:
+        token       whose Jacobians, its place from 0
+        scope       "frozen"
+        seed        of the untrained model and of the controls
+        top         k, how many singular directions the alignments compare
+        on_host     whether LAPACK on the host computed the eigenvalues
+        resolution  1 / eps of the Jacobians' type: condition numbers above it are rounding
+        measures    by key, in the order of `SPECTRA`, of every layer's Jacobian:
+            title, unit
+            start   1: the first entry is of layer 1
+            lines   by name, lists over layers: model; untrained, the same architecture and ids;
+                    gaussian, the expectation for a Gaussian matrix of the same width and norm as
+                    the model's; excess, model - gaussian. null for what is infinite, or does not
+                    exist as the forward alignment of the last layer
+        eigenvalues model and untrained: by layer, the [re, im] of every eigenvalue by decreasing
+                    modulus, in the shortest digits that tell it from its neighbours in its type.
+                    They are most of the file: 32 layers of width 4096 take about 12 MB
+        rank        the effective rank of the partial products J_l ... J_1:
+            title, unit, start
+            lines   by source (`svflow.spectra.panel.SOURCES`): keeps, what it has in common with
+                    the model; and lists over layers: before and after the removal of every
+                    factor's departure from normality, and gain, after / before
 """
 
 # The page is typeset: its dashes, minus signs, primes and Greek letters are meant.
@@ -39,8 +61,9 @@ import numpy as np
 
 from svflow.models.transformer import Transformer
 from svflow.portrait import Portrait, loss_absent, summary
+from svflow.spectra.panel import CONTROLS, Panel
 
-FORMAT = "svflow portrait 1"
+FORMAT = "svflow portrait 2"
 
 
 class Measure(NamedTuple):
@@ -141,6 +164,139 @@ MEASURES = {
 }
 """The measures in the order they are shown, by their key in the document."""
 
+_MEASURE_SOURCE = "Measure: Fernando and Guitchounts, arXiv 2605.14258"
+
+SPECTRA = {
+    "complex_fraction": Measure(
+        "Complex fraction",
+        "share of eigenvalues",
+        "share of eigenvalues",
+        "complex",
+        "#{ <i>i</i> : |Im <i>λ<sub>i</sub></i>| &gt; 10<sup>−6</sup> |<i>λ<sub>i</sub></i>| } / "
+        "<i>d</i>",
+        "How many eigenvalues come in rotating pairs. Nearly all do in a matrix of noise, about "
+        "1 − √(2 / π<i>d</i>): read the excess over it, not the share.",
+        f"{_MEASURE_SOURCE}. Expectation: Edelman, Kostlan and Shub, How many eigenvalues of a "
+        "random matrix are real?, 1994",
+    ),
+    "spectral_radius": Measure(
+        "Spectral radius",
+        "dimensionless",
+        r"$\max\,|\lambda|$",
+        "radius",
+        "max |<i>λ<sub>i</sub></i>|",
+        "The growth of the fastest eigendirection, were the layer applied again and again.",
+        f"{_MEASURE_SOURCE}. Expectation: circular law with the correction at finite width, after "
+        "Kostlan, 1992",
+    ),
+    "condition_number": Measure(
+        "Condition number",
+        "dimensionless",
+        r"$\sigma_1\,/\,\sigma_d$",
+        "cond",
+        "<i>σ</i><sub>1</sub> / <i>σ<sub>d</sub></i>",
+        "How unevenly the layer stretches. Noise has about 4.65 <i>d</i>; a layer near the "
+        "identity has far less.",
+        f"{_MEASURE_SOURCE}. Expectation: Edelman, Eigenvalues and condition numbers of random "
+        "matrices, 1988",
+    ),
+    "expanding": Measure(
+        "Expanding fractions",
+        "share of directions",
+        "share of directions",
+        "expand",
+        "#{ <i>i</i> : |<i>λ<sub>i</sub></i>| &gt; 1 } / <i>d</i>, &ensp;"
+        "#{ <i>i</i> : <i>σ<sub>i</sub></i> &gt; 1 } / <i>d</i>",
+        "How many directions grow, by eigenvalues (repeated application) and by singular values "
+        "(one application).",
+        f"{_MEASURE_SOURCE}. Expectations: circular law, and Marchenko and Pastur, 1967",
+    ),
+    "henrici_departure": Measure(
+        "Henrici departure",
+        "relative to the norm",
+        "relative to the norm",
+        "Henrici",
+        "√( ‖<i>J</i>‖<sup>2</sup> − Σ |<i>λ<sub>i</sub></i>|<sup>2</sup> ) / ‖<i>J</i>‖",
+        "How far the layer is from a normal matrix (0), whose eigenvectors are orthogonal. Noise "
+        "is near 1 / √2.",
+        f"{_MEASURE_SOURCE}; Henrici, Numer. Math. 4, 1962. Expectation derived here",
+    ),
+    "symmetric_part": Measure(
+        "Symmetric part",
+        "share of the squared norm",
+        "share of the squared norm",
+        "symm",
+        "‖(<i>J</i> + <i>J</i><sup>T</sup>) / 2‖<sup>2</sup> / ‖<i>J</i>‖<sup>2</sup>",
+        "1 for the identity and every symmetric matrix, one half for noise, 0 for a pure "
+        "infinitesimal rotation.",
+        f"{_MEASURE_SOURCE}. Expectation derived here",
+    ),
+    "alignment": Measure(
+        "Alignment of singular directions",
+        "mean squared cosine",
+        "mean squared cosine",
+        "align",
+        "‖<i>U<sub>k</sub></i><sup>T</sup> <i>V<sub>k</sub></i>‖<sup>2</sup> / <i>k</i>, &ensp;"
+        "‖<i>U<sub>k</sub></i><sup>T</sup> <i>V</i>′<i><sub>k</sub></i>‖<sup>2</sup> / <i>k</i>",
+        "",
+        f"{_MEASURE_SOURCE}. Expectation <i>k</i> / <i>d</i>, derived here",
+    ),
+    "update_ratio": Measure(
+        "Weight of the update",
+        "ratio of norms",
+        r"$\|J-I\|\,/\,\|J\|$",
+        "|R|/|J|",
+        "‖<i>R</i>‖ / ‖<i>J</i>‖, &ensp;<i>R</i> = <i>J</i> − <i>I</i>",
+        "How much of the layer’s derivative is not the identity of the residual stream. Noise is "
+        "above 1 at every scale.",
+        f"{_MEASURE_SOURCE}. Expectation derived here",
+    ),
+}
+"""The spectral measures of single layers in the order they are shown, by key in the document."""
+
+RANK = Measure(
+    "Cumulative effective rank",
+    "directions, from 1 to the width",
+    "effective rank",
+    "rank",
+    "exp( − Σ <i>p<sub>i</sub></i> log <i>p<sub>i</sub></i> ), &ensp;<i>p<sub>i</sub></i> = "
+    "<i>σ<sub>i</sub></i> / Σ <i>σ<sub>j</sub></i>, &ensp;<i>σ</i> of <i>J<sub>l</sub></i> ⋯ "
+    "<i>J</i><sub>1</sub>",
+    "How many directions of the first state are still told apart after <i>l</i> layers, with the "
+    "layers’ Jacobians as they are, and with the departure from normality removed from each: "
+    "<i>J</i> = <i>Z</i> (<i>D</i> + <i>N</i>) <i>Z</i><sup>T</sup> becomes <i>Z D "
+    "Z</i><sup>T</sup>, which has the same eigenvalues.",
+    "Effective rank: Roy and Vetterli, EUSIPCO 2007; removal: Fernando and Guitchounts, arXiv "
+    "2605.14258; real Schur form: Golub and Van Loan, Matrix Computations; controls derived here",
+)
+
+KEEPS = {
+    "model": ("this model", "J, the factors themselves"),
+    "untrained": ("untrained", "the same architecture and text"),
+    "haar_similarity": (
+        "random bases",
+        "Q J Qᵀ: each factor’s λ, σ and departure",
+    ),
+    "haar_factors": ("random directions", "U Σ Vᵀ: each factor’s σ"),
+    "haar_update": (
+        "identity + random directions",
+        "I + U Σ Vᵀ: each update’s σ",
+    ),
+    "random_update": (
+        "identity + Gaussian",
+        "(1 + τ) I + G: each factor’s trace, |R| and |J|",
+    ),
+}
+"""The name of each source of a product, and what of the model it keeps."""
+
+_SCALARS: dict[str, dict[str, str]] = {
+    "expanding": {
+        "eigenvalues": "expanding_eigenvalues",
+        "singular values": "expanding_singular_values",
+    },
+    "alignment": {"self": "self_alignment", "forward": "forward_alignment"},
+}
+
 LIBRARIES = ("svflow", "jax", "flax", "diffrax", "numpy", "matplotlib")
 _LABELS = {"feed_forward": "feed-forward"}
 _SHORT = {"attention": "attn", "feed_forward": "ffn", "attention + feed_forward": "both"}
@@ -155,8 +311,14 @@ def document(
     text: str | None,
     pieces: Sequence[str],
     cut_from: int | None = None,
+    spectra: Panel | None = None,
 ) -> dict[str, Any]:
-    """The portrait as the JSON document that this module's docstring describes."""
+    """The portrait as the JSON document that this module's docstring describes.
+
+    Arguments:
+        portrait, spectra: of `model` and `ids`; spectra None where they are left out.
+        name, text, pieces, cut_from: as in the document.
+    """
     config = model.config
     leaves = jax.tree.leaves(model)
     (device, *_) = leaves[0].devices()
@@ -195,7 +357,59 @@ def document(
         ),
         loss_absent=loss_absent(config),
         measures=measures,
+        spectra=None if spectra is None else spectral_document(spectra),
     )
+
+
+def spectral_document(panel: Panel) -> dict[str, Any]:
+    """The document's `spectra`."""
+    gaussian, excess = panel.model.ginibre, panel.model.excess
+    measures = {}
+    for key, measure in SPECTRA.items():
+        spectral = {
+            line: dict(
+                model=_numbers(np.asarray(getattr(panel.model, name))),
+                untrained=_numbers(np.asarray(getattr(panel.untrained, name))),
+                gaussian=_numbers(np.where(np.isnan(excess[name]), np.nan, gaussian[name])),
+                excess=_numbers(excess[name]),
+            )
+            for line, name in scalars(key).items()
+        }
+        measures[key] = dict(title=measure.title, unit=measure.unit, start=1, lines=spectral)
+    lines: dict[str, dict[str, Any]] = {
+        source: dict(
+            keeps=KEEPS[source][1],
+            before=_numbers(before),
+            after=_numbers(after),
+            gain=_numbers(after / before),
+        )
+        for source, (before, after) in panel.effective_rank.items()
+    }
+    kind = panel.model.singular_values.dtype
+    return dict(
+        token=panel.token,
+        scope="frozen",
+        seed=panel.seed,
+        top=panel.model.top,
+        on_host=panel.model.on_host,
+        resolution=float(1 / np.finfo(kind).eps),
+        measures=measures,
+        eigenvalues=dict(
+            model=_pairs(panel.model.eigenvalues), untrained=_pairs(panel.untrained.eigenvalues)
+        ),
+        rank=dict(title=RANK.title, unit=RANK.unit, start=1, lines=lines),
+    )
+
+
+def scalars(key: str) -> dict[str, str]:
+    """By the line of a measure in `SPECTRA`, its field of `Measures`."""
+    return _SCALARS.get(key, {"layer": key})
+
+
+def _pairs(values) -> list[list[list[float]]]:
+    """[re, im] of (layers, width) complex numbers, each in the shortest digits of its type."""
+    parts = np.stack([values.real, values.imag], axis=-1)
+    return [[[float(str(x)) for x in pair] for pair in layer] for layer in parts]
 
 
 def _version(library: str) -> str | None:
@@ -279,9 +493,39 @@ def number(value: float | None) -> str:
     return f"{value:.{digits}f}"
 
 
+def spectral_columns(doc: Mapping[str, Any]) -> list[tuple[str, str, list[float | None]]]:
+    """As `columns`, of the spectra: a value per layer, none for the embedding."""
+    measures = doc["spectra"]["measures"]
+
+    def column(key, line="layer", field="model", under=""):
+        values = measures[key]["lines"][line][field]
+        return SPECTRA[key].short, under, values
+
+    rank = doc["spectra"]["rank"]["lines"]["model"]
+    return [
+        column("complex_fraction"),
+        column("complex_fraction", field="excess", under="excess"),
+        column("spectral_radius"),
+        column("condition_number"),
+        column("expanding", "eigenvalues", under="λ"),
+        column("expanding", "singular values", under="σ"),
+        column("henrici_departure"),
+        column("update_ratio"),
+        (RANK.short, "before", rank["before"]),
+        (RANK.short, "after", rank["after"]),
+    ]
+
+
 def table(doc: Mapping[str, Any]) -> str:
     """The measures by layer, for a terminal of 100 columns."""
-    found = columns(doc)
+    names = ["embed", *map(str, range(1, doc["model"]["layers"] + 1))]
+    rows = _rows(columns(doc), names)
+    if doc["spectra"] is not None:
+        rows += ["", *_rows(spectral_columns(doc), names[1:])]
+    return "\n".join([*rows, "", *(_wrap(note) for note in notes(doc))])
+
+
+def _rows(found, names: Sequence[str]) -> list[str]:
     top, under = [f"{'layer':>5}"], [f"{'':>5}"]
     previous = None
     for measure, line, _ in found:
@@ -290,10 +534,9 @@ def table(doc: Mapping[str, Any]) -> str:
         previous = measure
     rows = [" ".join(top), " ".join(under)]
     rows.append("─" * len(rows[0]))
-    for depth in range(doc["model"]["layers"] + 1):
-        name = str(depth) if depth else "embed"
-        rows.append(" ".join([f"{name:>5}", *(f"{number(v[depth]):>7}" for *_, v in found)]))
-    return "\n".join([*rows, "", *(_wrap(note) for note in notes(doc))])
+    for place, name in enumerate(names):
+        rows.append(" ".join([f"{name:>5}", *(f"{number(v[place]):>7}" for *_, v in found)]))
+    return rows
 
 
 def _wrap(text: str, width: int = 96) -> str:
@@ -354,6 +597,45 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
                 found.append(
                     f"{measure['title']} ({name}): {lost} values are not finite and left out."
                 )
+    if doc["spectra"] is not None:
+        found += _spectral_notes(doc)
+    return found
+
+
+def _spectral_notes(doc: Mapping[str, Any]) -> list[str]:
+    spectra, width = doc["spectra"], doc["model"]["width"]
+    share = spectra["measures"]["complex_fraction"]["lines"]["layer"]["gaussian"][0]
+    found = [
+        f"Spectra are of each layer’s {width} x {width} Jacobian at token {spectra['token'] + 1}, "
+        "the other tokens’ states before the layer held. A Gaussian matrix of that width and norm, "
+        "and the same architecture untrained on the same ids, stand beside every measure; excess "
+        f"is over the former, of whose eigenvalues a share of {number(share)} is complex. Draws "
+        f"are single, with seed {spectra['seed']}.",
+    ]
+    lines = spectra["rank"]["lines"]
+    gains = {source: line["gain"][-1] for source, line in lines.items()}
+    controls = [gains[source] for source in CONTROLS if gains[source] is not None]
+    if gains["model"] is not None and controls:
+        found.append(
+            "Rank is the effective rank of the product of the Jacobians so far, before and after "
+            "the removal of each one’s departure from normality. The removal multiplies it by "
+            f"{number(gains['model'])} here, by {number(gains['untrained'])} untrained and by "
+            f"{number(min(controls))} to {number(max(controls))} over the controls: random factors "
+            "recover rank too, so only a difference from them says something about training."
+        )
+    if not doc["model"]["causal"]:
+        found.append(
+            "Attention sees both sides of a token, so the product of frozen Jacobians leaves out "
+            "how the other tokens respond: it is no derivative of the whole model."
+        )
+    condition = spectra["measures"]["condition_number"]["lines"]["layer"]["model"]
+    lost = sum(c is None or c > spectra["resolution"] for c in condition)
+    if lost:
+        found.append(
+            f"The condition number of {lost} of {len(condition)} layers is above 1 / eps = "
+            f"{number(spectra['resolution'])}: their smallest singular value is zero to rounding, "
+            "and the number says no more than that."
+        )
     return found
 
 

@@ -24,6 +24,7 @@ from svflow import page as webpage
 from svflow import report
 from svflow.data import PASSAGE
 from svflow.portrait import Portrait, portrait, summary
+from svflow.spectra.panel import SOURCES, Panel, _measured, panel
 
 DATA = Path(__file__).parent / "data"
 LLAMA, ALBERT = DATA / "golden" / "llama", DATA / "real" / "rxnmapper_albert"
@@ -63,7 +64,8 @@ def read(out):
 def check_outputs(out, printed):
     """What holds for every portrait: the four outputs agree, and the page stands alone."""
     doc, page = read(out)
-    keys = list(doc["measures"])
+    keys = [*doc["measures"], *(webpage.SPECTRAL if doc["spectra"] else ())]
+    formulas = report.MEASURES | report.SPECTRA | {"rank": report.RANK}
     written = {"index.html", "portrait.json", *(f"{key}.png" for key in keys)}
     assert {path.name for path in out.iterdir()} == written
     assert doc["format"] == report.FORMAT
@@ -71,26 +73,23 @@ def check_outputs(out, printed):
         png = (out / f"{key}.png").read_bytes()
         assert png.startswith(b"\x89PNG")
         assert f'src="data:image/png;base64,{base64.b64encode(png).decode()}"' in page
-        assert report.MEASURES[key].formula in page
+        assert key == "eigenvalues" or formulas[key].formula in page
+        assert f'<figure id="{key}">' in page
     assert page.count("<source srcset=") == len(keys)
     bare = re.sub(r'"data:image/png;base64,[A-Za-z0-9+/=]+"', '"data:"', page)
     assert not re.search(r"https?:|//|@import|url\(|<script|<iframe", bare)
     assert set(re.findall(r'(?:src|srcset|href)="([^"]*)"', bare)) == {"data:", "data:,"}
     lines = printed.splitlines()
     assert max(map(len, lines[:-1])) <= 100  # the last line names the folder
-    start = next(place for place, line in enumerate(lines) if line.startswith("─")) + 1
-    layers = doc["model"]["layers"]
-    table = [line.split() for line in lines[start : start + layers + 1]]
-    shown = [values for *_, values in report.columns(doc)]
-    expected = [[report.number(values[depth]) for values in shown] for depth in range(layers + 1)]
-    assert [row[1:] for row in table] == expected
-    assert [row[0] for row in table] == ["embed", *map(str, range(1, layers + 1))]
-    first_table = page[page.index("<table>") : page.index("</table>")]
-    cells = [
-        [cell.replace("−", "-") for cell in re.findall("<td>(.*?)</td>", row)]
-        for row in re.findall("<tr>(.*?)</tr>", first_table)
-    ]
-    assert [row for row in cells if row] == expected
+    names = ["embed", *map(str, range(1, doc["model"]["layers"] + 1))]
+    check_table(lines, page, "By depth", report.columns(doc), names)
+    assert ("Local linear dynamics" in page) == (doc["spectra"] is not None)
+    if doc["spectra"]:
+        below = lines[lines.index("") + 1 :]  # the model, the first table, the second
+        below = below[below.index("") + 1 :]
+        columns = report.spectral_columns(doc)
+        check_table(below, page, "Every measure", columns, names[1:], before=True)
+        check_spectra(doc, page)
     for note in report.notes(doc):
         assert html.escape(note) in page
         assert note in " ".join(printed.split())
@@ -107,11 +106,50 @@ def check_outputs(out, printed):
     return doc, page
 
 
+def check_table(lines, page, heading, columns, names, before=False):
+    """The next table in print, and the first on the page after a heading or the last before it."""
+    start = next(place for place, line in enumerate(lines) if line.startswith("─")) + 1
+    table = [line.split() for line in lines[start : start + len(names)]]
+    expected = [[report.number(values[row]) for *_, values in columns] for row in range(len(names))]
+    assert [row[1:] for row in table] == expected
+    assert [row[0] for row in table] == names
+    at = page.index(heading)
+    at = page.rindex("<table>", 0, at) if before else page.index("<table>", at)
+    cells = [
+        [cell.replace("−", "-") for cell in re.findall("<td>(.*?)</td>", row)]
+        for row in re.findall("<tr>(.*?)</tr>", page[at : page.index("</table>", at)])
+    ]
+    assert [row for row in cells if row] == expected
+
+
+def check_spectra(doc, page):
+    """Shapes, and every number of the table after the last layer."""
+    spectra, layers, width = doc["spectra"], doc["model"]["layers"], doc["model"]["width"]
+    assert list(spectra["measures"]) == list(report.SPECTRA)
+    for measure in spectra["measures"].values():
+        for line in measure["lines"].values():
+            assert list(line) == ["model", "untrained", "gaussian", "excess"]
+            assert {len(values) for values in line.values()} == {layers}
+    for values in spectra["eigenvalues"].values():
+        assert np.shape(values) == (layers, width, 2)
+    assert tuple(spectra["rank"]["lines"]) == SOURCES
+    at = page.index("After the last layer")
+    table = page[at : page.index("</table>", at)]
+    rows = re.findall("<tr>(.*?)</tr>", table)[1:]
+    for row, line in zip(rows, spectra["rank"]["lines"].values(), strict=True):
+        ends = [report.number(line[key][-1]) for key in ("before", "after", "gain")]
+        assert re.findall("<td>(.*?)</td>", row) == ends
+        assert html.escape(line["keeps"]) in row
+
+
 def test_gpt2(gpt2, tmp_path, capsys):
     out = tmp_path / "a" / "portrait"
-    status, printed, errors = run(capsys, gpt2, "--text", TEXT, "--out", out, "--dtype", "float64")
+    options = ("--out", out, "--dtype", "float64", "--no-spectra")
+    status, printed, errors = run(capsys, gpt2, "--text", TEXT, *options)
     assert (status, errors) == (0, "")
     doc, page = check_outputs(out, printed)
+    assert doc["spectra"] is None
+    assert "jacobian" not in (page + printed).lower()
     assert list(doc["measures"]) == list(report.MEASURES)
     assert doc["text"] == TEXT == "".join(doc["pieces"])
     assert doc["model"]["name"] == gpt2.name
@@ -161,6 +199,8 @@ def test_the_default_model_in_its_own_process(tmp_path):
     doc, _ = check_outputs(tmp_path / "portrait", ended.stdout)
     assert doc["text"] == PASSAGE
     assert doc["model"]["dtype"] == "float32"
+    assert doc["spectra"]["resolution"] == 2.0**23
+    assert doc["spectra"]["token"] == len(doc["ids"]) - 1
     loss = doc["measures"]["loss"]["lines"]["next token"]["mean"]
     assert loss[-1] < np.log(doc["model"]["vocabulary"]) - 2
     assert loss[-1] == min(loss)
@@ -178,14 +218,41 @@ def test_llama_and_a_text_that_is_cut(tmp_path, capsys):
     assert doc["text"] is None
     assert "Given as token ids." in page
     assert "The text has 8 tokens and was cut to the first 7." in printed
+    check_document(doc, panel(sv.load(LLAMA, dtype=jnp.float64), np.array(doc["ids"])))
+
+
+def check_document(doc, found):
+    """The file holds the panel, to the last bit."""
+    spectra = doc["spectra"]
+    assert (spectra["token"], spectra["seed"]) == (found.token, found.seed) == (6, 0)
+    assert spectra["resolution"] == 2.0**52
+    for key, measure in spectra["measures"].items():
+        for line, name in report.scalars(key).items():
+            values = {k: np.array(v, float) for k, v in measure["lines"][line].items()}
+            for source in ("model", "untrained"):
+                expected = getattr(getattr(found, source), name)
+                np.testing.assert_array_equal(values[source], expected, err_msg=name)
+            known = ~np.isnan(found.model.excess[name])
+            np.testing.assert_array_equal(values["excess"], found.model.excess[name])
+            expected = np.where(known, found.model.ginibre[name], np.nan)
+            np.testing.assert_array_equal(values["gaussian"], expected)
+    for source, pairs in spectra["eigenvalues"].items():
+        re_im = np.moveaxis(np.array(pairs), -1, 0)
+        values = getattr(found, source).eigenvalues
+        np.testing.assert_array_equal(re_im, [values.real, values.imag])
+    for source, line in spectra["rank"]["lines"].items():
+        before, after = found.effective_rank[source]
+        np.testing.assert_array_equal(line["before"], before)
+        np.testing.assert_array_equal(line["after"], after)
+        np.testing.assert_array_equal(line["gain"], after / before)
 
 
 def test_a_model_that_sees_both_sides(tmp_path, capsys):
-    """No loss, said everywhere; an older portrait's loss does not stay; nor is more removed."""
-    for name in ("loss.png", "notes.txt", "norm.png"):
+    """No loss, said everywhere; an older portrait's figures do not stay; nor is more removed."""
+    for name in ("loss.png", "notes.txt", "norm.png", "rank.png", "spectral_radius.png"):
         (tmp_path / name).write_text("old")
     status, printed, errors = run(
-        capsys, ALBERT, "--ids", MOLECULE, "--out", tmp_path, "--dtype", "bfloat16"
+        capsys, ALBERT, "--ids", MOLECULE, "--out", tmp_path, "--dtype", "bfloat16", "--no-spectra"
     )
     assert (status, errors) == (0, "")
     assert (tmp_path / "notes.txt").read_text() == "old"
@@ -250,7 +317,7 @@ def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch)
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for name in ("portrait", "page.page"):
+    for name in ("portrait", "panel", "page.page"):
         with monkeypatch.context() as patch:
             patch.setattr(f"svflow.__main__.{name}", interrupt)
             old = tmp_path / "old"
@@ -258,6 +325,8 @@ def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch)
             (old / "norm.png").write_text("old")
             for out in (old, tmp_path / "new"):
                 arguments = ("--text", TEXT, "--dtype", "float64", "--out", out)
+                if name == "page.page":
+                    arguments += ("--no-spectra",)
                 status, printed, errors = run(capsys, gpt2, *arguments)
                 assert (status, printed) == (130, "")
                 assert errors == "svflow: interrupted, nothing was written\n"
@@ -290,8 +359,75 @@ def example():
                    dtype="float32", norm="rms", placement="pre", causal=True),
         text="a", ids=[1, 2, 3, 4], pieces=["<s>", "a", "b", "c"], cut_from=None, states="whole",
         dt=0.125, device="cpu (cpu)", versions=dict(jax="1"), loss_absent="it has no head",
-        measures=measures,
+        measures=measures, spectra=None,
     )  # fmt: skip
+
+
+def example_with_spectra(J):
+    """The same of a model whose two Jacobians are J, with a text of one token."""
+    measured = Panel(
+        0, 0, *(_measured(jnp.asarray(a)) for a in (J, np.eye(len(J[0])) + 0 * J)),
+        {source: np.array([[4.0, 2.0], [4.0, 3.0]]) for source in SOURCES},
+    )  # fmt: skip
+    doc = example()
+    doc["model"]["width"] = len(J[0])
+    return doc | dict(spectra=report.spectral_document(measured))
+
+
+def test_spectra_that_do_not_exist_are_null(seed):
+    """A singular matrix, an identity, and no layer after the last."""
+    noise = np.random.default_rng(seed).normal(size=(8, 8))
+    singular = np.diag([1.0, 1, 1, 1, 2, 2, 2, 0]) + np.triu(noise, 5)
+    doc = example_with_spectra(np.stack([singular, np.eye(8)]))
+    doc = json.loads(command._json(doc))
+    measures = doc["spectra"]["measures"]
+    assert measures["condition_number"]["lines"]["layer"]["model"] == [None, 1.0]
+    assert measures["condition_number"]["lines"]["layer"]["excess"][0] is None
+    for field, values in measures["alignment"]["lines"]["forward"].items():
+        assert (values[0] is None, values[1]) == (False, None), field
+    assert measures["update_ratio"]["lines"]["layer"]["model"][1] == 0
+    rows = [row.split() for row in report.table(doc).splitlines()[10:12]]
+    assert [row[4] for row in rows] == ["·", "1.000"]
+    assert [row[-2:] for row in rows] == [["4.000", "4.000"], ["2.000", "3.000"]]
+    said = " ".join(report.table(doc).split())
+    assert "The condition number of 1 of 2 layers is above 1 / eps = 4.5e15" in said
+    assert "multiplies it by 1.500 here, by 1.500 untrained and by 1.500 to 1.500" in said
+    assert "it is no derivative of the whole model" not in said
+    doc["model"]["causal"] = False
+    assert "it is no derivative of the whole model" in " ".join(report.table(doc).split())
+    pictures = webpage.pictures(doc, "light"), webpage.pictures(doc, "dark")
+    page = webpage.page(doc, *pictures)
+    assert "token 1, “&lt;s&gt;”" in page
+    assert "Infinity" not in page
+
+
+def test_eigenvalues_in_frames(seed):
+    """Alike layers share a frame; one of another size has its own, and rare ones fall outside."""
+    random = np.random.default_rng(seed)
+    values = 1 + 0.3 * (random.normal(size=(6, 400)) + 1j * random.normal(size=(6, 400)))
+    values[2] *= 10
+    values[4, 0] = 30
+    frames = webpage._frames(values)
+    assert [shared for _, shared in frames] == [True, True, False, True, True, True]
+    assert len({frame for frame, shared in frames if shared}) == 1
+    for layer, ((low, high, up), _) in enumerate(frames):
+        one = values[layer]
+        inside = (low < one.real) & (one.real < high) & (np.abs(one.imag) < up)
+        assert np.sum(~inside) == (layer == 4), layer
+        assert 1 <= (high - low) / (2 * up) <= 2 + 1e-9
+    # All at one point, as of layers that do nothing, is a frame too.
+    (((low, high, up), shared),) = webpage._frames(np.ones((1, 5), complex))
+    assert shared
+    assert low < 1 < high
+    assert up > 0
+
+
+def test_lists_of_numbers_are_lines_of_the_file():
+    doc = {"a": [1.5, None, -2e-7], "pairs": [[1, 2], [3, 4]], "text": "[\n 1,\n 2\n]", "b": ["x"]}
+    text = command._json(doc)
+    assert json.loads(text) == doc
+    assert '"a": [1.5, null, -2e-07],' in text
+    assert "[1, 2],\n" in text
 
 
 def test_pairs_without_a_step_are_counted():
