@@ -236,7 +236,7 @@ def spectra(
         behind: the name of what is drawn behind.
     """
     tone, (blue, vermilion, *_) = THEMES[theme], COLOURS[theme]
-    columns = next(n for most, n in ((8, 4), (18, 6), (10**9, 8)) if len(layers) <= most)
+    columns = next(n for most, n in ((3, 3), (8, 4), (18, 6), (10**9, 8)) if len(layers) <= most)
     rows = -(-len(layers) // columns)
     gap_x, gap_y, left, right, top, bottom, width = 0.33, 0.44, 0.62, 0.12, 1.0, 0.52, WIDE
     side = (width - left - right - gap_x * (columns - 1)) / columns

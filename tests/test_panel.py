@@ -1,0 +1,113 @@
+"""The spectral panel against the direct calls, with and without a mask, wide and narrow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from configs import tiny_model
+from flax import nnx
+
+import svflow as sv
+from svflow import report
+from svflow.spectra import controls
+from svflow.spectra.measures import SCALARS
+from svflow.spectra.panel import CONTROLS, SOURCES, panel
+
+IDS = np.array([3, 7, 1, 12, 12, 20])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("bert", "float64"), ("mixtral", "bfloat16")])
+def test_the_numbers_are_those_of_the_direct_calls(family, dtype):
+    model, seen = tiny_model(family, dtype), []
+
+    def watch(steps):
+        for step in steps:
+            seen.append(step)
+            yield step
+
+    found = panel(model, IDS, seed=3, progress=watch)
+    assert seen == list(range(len(SOURCES)))
+    assert (found.token, found.seed) == (5, 3)
+    wide = np.dtype("float64" if dtype == "float64" else "float32")
+    close = dict(rtol=1e-7 if wide == np.float64 else 1e-4)
+    key, factors = jax.random.key(3), {}
+    untrained = sv.Transformer(model.config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
+    for name, one in dict(model=model, untrained=untrained).items():
+        with jax.default_matmul_precision("highest"):
+            states = sv.simulate(one.flow, one.embed(IDS)).xs
+        factors[name] = sv.layer_jacobians(one.flow, states, scope="frozen")
+        expected, got = sv.measures(factors[name]), getattr(found, name)
+        for measure in SCALARS:
+            value = getattr(got, measure)
+            assert isinstance(value, np.ndarray)
+            assert value.dtype == wide
+            np.testing.assert_allclose(value, getattr(expected, measure), **close, err_msg=measure)
+        for values in (got.eigenvalues, expected.eigenvalues):
+            assert values.shape == (one.flow.depth, one.flow.width)
+        np.testing.assert_allclose(got.eigenvalues, expected.eigenvalues, **close, atol=1e-5)
+    assert not np.allclose(factors["model"], factors["untrained"])
+    for name in CONTROLS:
+        factors[name] = getattr(controls, name)(key, factors["model"])
+    assert tuple(found.effective_rank) == tuple(factors) == SOURCES
+    for name, J in factors.items():
+        before, after = found.effective_rank[name]
+        np.testing.assert_allclose(before, sv.cumulative(J).effective_rank, **close)
+        normal = sv.schur_normal(J)
+        np.testing.assert_allclose(after, sv.cumulative(normal).effective_rank, **close)
+
+
+def test_another_token_another_seed():
+    model = tiny_model("gemma3_text")
+    last, third = panel(model, IDS), panel(model, IDS, token=2, seed=1)
+    assert (third.token, third.model.on_host) == (2, True)
+    states = sv.simulate(model.flow, model.embed(IDS)).xs
+    expected = sv.measures(sv.layer_jacobians(model.flow, states, token=2)).singular_values
+    np.testing.assert_allclose(third.model.singular_values, expected, rtol=1e-8)
+    assert not np.allclose(third.model.singular_values, last.model.singular_values)
+    reseeded = panel(model, IDS, seed=1)
+    for name in SOURCES:
+        same = np.allclose(reseeded.effective_rank[name], last.effective_rank[name])
+        assert same == (name == "model"), name
+
+
+def test_what_each_control_keeps():
+    """At the first layer, where the product is one factor."""
+    found = panel(tiny_model("gemma3_text"), IDS)
+    first = {name: pair[:, 0] for name, pair in found.effective_rank.items()}
+    own = first["model"]
+    assert abs(own[1] - own[0]) > 0.1
+    np.testing.assert_allclose(first["haar_similarity"], own, rtol=1e-6)
+    np.testing.assert_allclose(first["haar_factors"][0], own[0], rtol=1e-9)
+    np.testing.assert_allclose(own[0], found.model.effective_rank[0], rtol=1e-9)
+    for name in ("haar_update", "random_update", "untrained"):
+        assert abs(first[name][0] - own[0]) > 1e-3, name
+    # haar_basis of the factors is in law what removal leaves of haar_similarity: same moduli.
+    modulus = np.abs(found.model.eigenvalues[0])
+    np.testing.assert_allclose(own[1], sv.spectra.effective_rank(jnp.asarray(modulus)), rtol=1e-6)
+
+
+def test_what_is_refused():
+    model = tiny_model("gpt2")
+    with pytest.raises(ValueError, match="a panel needs a Transformer, got "):
+        panel(model.flow, IDS)
+    with pytest.raises(ValueError, match="id 23 is outside the vocabulary of 23"):
+        panel(model, [1, 23])
+    with pytest.raises(ValueError, match="token 6 is not one of 6 tokens"):
+        panel(model, IDS, token=6)
+
+
+def test_an_untrained_model_that_is_not_finite_says_so(monkeypatch):
+    model = tiny_model("bert")
+
+    def broken(key, model):
+        return jax.tree.map(lambda leaf: leaf * jnp.nan, model)
+
+    monkeypatch.setattr(controls, "initialisation", broken)
+    with pytest.raises(ValueError, match=r"the same architecture untrained: .* not finite"):
+        panel(model, IDS)
+
+
+def test_every_source_and_measure_has_its_words():
+    assert tuple(report.KEEPS) == SOURCES
+    shown = {name for key in report.SPECTRA for name in report.scalars(key).values()}
+    assert shown == set(SCALARS) - {"effective_rank", "participation_ratio"}
