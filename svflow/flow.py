@@ -64,6 +64,8 @@ class Flow(nnx.Module):
     `branch(name, t, x)` is one raw update before any norm that follows the addition; it equals
     the field wherever no such norm exists.
 
+    `causal` says that no token's update depends on a later token; spectra then use it.
+
     `retract` maps back to the manifold the flow lives on, and is the identity in R^d. It must be
     the identity on the manifold and the fields must be tangent to it, or the order is lost.
     """

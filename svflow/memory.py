@@ -39,7 +39,7 @@ def _host() -> int | None:
     return min(rooms, default=None)
 
 
-def _readable(size: int) -> str:
+def _readable(size: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -135,9 +135,9 @@ class Mixture(nnx.Module):
 
     def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
         weights = self.weights(x)
-        tokens, experts = weights.shape
-        if tokens * self.chosen < experts:  # fewer to visit than there are
-            weights, experts = jax.lax.top_k(weights, self.chosen)
+        tokens, count = weights.shape
+        if tokens * self.chosen < count:  # fewer to visit than there are
+            chosen, experts = jax.lax.top_k(weights, self.chosen)
 
             def visit(total, choice):
                 token, expert, weight = choice
@@ -145,7 +145,7 @@ class Mixture(nnx.Module):
                 return total.at[token].add(weight * module(x[token])), None
 
             each = jnp.repeat(jnp.arange(tokens), self.chosen)
-            choices = (each, experts.reshape(-1), weights.reshape(-1))
+            choices = (each, experts.reshape(-1), chosen.reshape(-1))
             return jax.lax.scan(visit, jnp.zeros_like(x), choices)[0]
 
         def add(total, expert_and_weight):

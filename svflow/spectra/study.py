@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -125,7 +126,7 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     products: dict[str, np.ndarray] = {}
     count = len(next(iter(samples.values())))
     if total is not None:
-        found = cumulative(total / count)
+        found = cumulative(jnp.asarray(total / count))
         pair = (found.effective_rank, found.participation_ratio)
         products = {name: np.asarray(value) for name, value in zip(PRODUCTS, pair)}
     ginibre = {

@@ -1,0 +1,176 @@
+"""The power-method study of real checkpoints, and what steering does, as Markdown tables.
+
+    python benchmarks/power_study.py [MODELS ...] [--out FILE.md]
+
+The embedded model comes first: its checkpoints over training, and its untrained self; then every
+MODEL (a folder, hub id or .gguf file) and its untrained self. The text is `svflow.data.PASSAGE`;
+for a folder without tokenizer.json, the last row of the ids in its reference.npz. Then steering:
+the theory's table on random layers, and dose and response on the embedded model.
+
+With --out the tables take the place of everything after the line "## Tables" of that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import svflow as sv
+from svflow import power
+from svflow.power.flow import PowerFlow
+
+STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SUMMARY = ("system", "real", "gap", "gamma", "chance", "others", "rho", "rising", "mean token")
+
+
+def text_of(source: str) -> np.ndarray:
+    references = Path(source) / "reference.npz"
+    if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
+        return np.load(references)["input_ids"][-1]
+    return sv.load_tokenizer(source).encode(sv.data.PASSAGE)
+
+
+def row(name: str, study: power.Study, system: str, ordering: str) -> str:
+    """Means over layers."""
+    dynamics = getattr(study, system)
+    found, pair = getattr(dynamics, ordering), getattr(study.principal, ordering)
+    a = found.alignment
+    others = "" if study.shared else f"{np.mean(found.other):.3f}"
+    cells = [
+        name,
+        "model" if system == "real" else "reduced",
+        f"{int(np.sum(a.real))}/{len(a.real)}",
+        f"{np.median(pair.gap_ratio):.2f}",
+        f"{np.mean(a.gamma):.3f}",
+        f"{np.mean(a.chance):.3f}",
+        others,
+        f"{np.mean(a.rho):.2f}",
+        f"{int(np.sum(np.asarray(a.rho) > 0.5))}/{len(a.rho)}",
+        f"{dynamics.consensus[0]:.2f} → {dynamics.consensus[-1]:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def studies(sources: list[str]):
+    """(name, study, whether its full table is printed)."""
+    record = sv.data.training_record()
+    ids = text_of(str(sv.data.default_model_path()))
+    for step in record["checkpoints"]:
+        model = sv.load(sv.data.default_model_path(step))
+        last = step == record["checkpoints"][-1]
+        yield f"embedded, {step} steps", power.study(model, ids), last
+    untrained = sv.Transformer(model.config, rngs=nnx.Rngs(record["init_seed"]))
+    yield "embedded, untrained", power.study(untrained, ids), True
+    for source in sources:
+        ids, name = text_of(source), Path(source).stem
+        model = sv.load(source)
+        yield name, power.study(model, ids), True
+        untrained = sv.Transformer(model.config, rngs=nnx.Rngs(0))
+        del model
+        yield f"{name}, untrained", power.study(untrained, ids), False
+
+
+def study_lines(sources: list[str]) -> list[str]:
+    rows: dict[str, list[str]] = {"modulus": [], "residual": []}
+    full = []
+    for name, study, printed in studies(sources):
+        for ordering, lines in rows.items():
+            lines += [row(name, study, system, ordering) for system in ("real", "reduced")]
+        if printed:
+            full += ["", f"### {name}", "", "```text", power.table(study), "```"]
+        print(name, flush=True)
+    lines = ["", "### Means over layers"]
+    for ordering, how in (("modulus", "|lambda|"), ("residual", "|1 + lambda|")):
+        head = ("checkpoint", *SUMMARY)
+        lines += ["", f"First eigenvector by {how}:", "", "| " + " | ".join(head) + " |"]
+        lines += ["|" + "---|" * len(head), *rows[ordering]]
+    return lines + full
+
+
+def random_layers(width: int, layers: int, draws: int = 200, tokens: int = 32, heads: int = 4):
+    """|cos| and share with +z of the last of `layers` random layers, steered, means over draws."""
+    head = width // heads
+
+    def draw(key):
+        keys = jax.random.split(key, 6)
+        shape = (layers, heads, width, head)
+        q, k, v, o = (jax.random.normal(keys[i], shape) / width**0.5 for i in range(4))
+        o = o.transpose(0, 1, 3, 2)
+        flow = PowerFlow(q, k, v, o)
+        x = flow.retract(jax.random.normal(keys[4], (tokens, width)))
+        z = jax.random.normal(keys[5], (width,))
+        x = sv.simulate(flow, x).xs[layers - 1]
+        mean = jnp.mean(x, axis=0)
+        value = v[-1].transpose(0, 2, 1).reshape(width, width)
+        output = o[-1].reshape(width, width).T
+        found = []
+        for variant in ("basic", "exact", "mean"):
+            for strength in (10.0, 100.0):
+                change = power.rank_one(value, output, z, strength, variant, mean=mean)
+                last = (output + jnp.outer(change.left, change.right)).T
+                flow.output[...] = o.at[-1].set(last.reshape(heads, head, width))
+                cosine = flow.step(layers - 1, x) @ (z / jnp.linalg.norm(z))
+                found.append((jnp.mean(jnp.abs(cosine)), jnp.mean(cosine > 0)))
+        return jnp.asarray(found), jnp.linalg.norm(mean)
+
+    found, agreement = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), draws))
+    return np.mean(found, axis=0), float(np.mean(agreement))
+
+
+def steering_lines() -> list[str]:
+    lines = ["", "### Steering the last of random layers (reduced system, 200 draws)", ""]
+    names = [f"{v} {a}" for v in ("basic", "exact", "mean") for a in (10, 100)]
+    lines += ["Mean of |cos(token, z)| and share of tokens with +z.", ""]
+    lines += ["| width | layers | mean token | " + " | ".join(names) + " |", "|---" * 9 + "|"]
+    for width, layers in ((16, 1), (16, 13), (20, 13), (32, 13), (64, 13)):
+        found, agreement = random_layers(width, layers)
+        cells = [f"{size:.2f}, {share:.2f}" for size, share in found]
+        lines.append(f"| {width} | {layers} | {agreement:.2f} | " + " | ".join(cells) + " |")
+    source = sv.data.default_model_path()
+    model, tokenizer = sv.load(source), sv.load_tokenizer(source)
+    ids = tokenizer.encode(sv.data.PASSAGE)
+    z = power.unembedding_direction(model, int(tokenizer.encode(" whale")[0]))
+    for layer in (model.flow.depth // 2, model.flow.depth - 1):
+        dose = power.dose_response(model, z, STRENGTHS, ids, layer=layer)
+        e, unsteered = dose.effect, jax.tree.map(lambda a: float(a[0, 0]), dose.effect)
+        lines += [
+            "",
+            f'### Steering layer {layer + 1} of {model.flow.depth}, embedded model, to " whale"',
+            "",
+            f"Unsteered: cosine {unsteered.unsteered_cosine:.2f}, share "
+            f"{unsteered.unsteered_positive:.2f}, loss {unsteered.loss_before:.2f}. |ybar| = "
+            f"{float(dose.scale):.2f}. Each cell: cosine / share with +z / KL.",
+            "",
+            "| variant | reach | " + " | ".join(f"{a:g}" for a in STRENGTHS) + " |",
+            "|---" * (2 + len(STRENGTHS)) + "|",
+        ]
+        for i, variant in enumerate(dose.variants):
+            cells = [
+                f"{e.cosine[i, j]:.2f} / {e.positive[i, j]:.2f} / {e.kl[i, j]:.2f}"
+                for j in range(len(STRENGTHS))
+            ]
+            reach = "" if np.isnan(dose.reach[i]) else f"{dose.reach[i]:.3f}"
+            lines.append(f"| {variant} | {reach} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    tables = "\n".join([*study_lines(given.models), *steering_lines()]) + "\n"
+    if given.out is None:
+        print(tables)
+        return
+    before = given.out.read_text() if given.out.exists() else ""
+    given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The power-method study of a checkpoint, on tiny models and on a trained ALBERT."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from configs import tiny_model
+from flows import LinearFlow
+
+import svflow as sv
+from svflow import power
+from svflow.power.flow import PowerFlow
+from svflow.power.matrices import chance
+
+ALBERT = Path(__file__).parent / "data" / "real" / "rxnmapper_albert"
+IDS = np.array([3, 1, 4, 1, 5, 9, 2, 6])
+EPS = float(jnp.finfo(jnp.float64).eps)
+
+
+def test_a_study_is_its_parts():
+    model = tiny_model("gpt2")
+    found = power.study(model, IDS)
+    assert (found.family, found.shared, found.width, found.tokens) == ("gpt2", False, 16, 8)
+    F, reduced = power.layer_matrices(model), PowerFlow.from_model(model)
+    x = model.embed(IDS)
+    for one, other in zip(found.principal, power.principal(F)):
+        for part, expected in zip(one, other):
+            np.testing.assert_array_equal(part, expected)
+    starts = {"real": (model.flow, x), "reduced": (reduced, reduced.retract(x))}
+    for system, (flow, start) in starts.items():
+        xs = sv.simulate(flow, start).xs
+        dynamics = getattr(found, system)
+        unit = np.asarray(xs / jnp.linalg.norm(xs, axis=-1, keepdims=True))
+        consensus = np.linalg.norm(unit.mean(axis=1), axis=-1)
+        np.testing.assert_allclose(dynamics.consensus, consensus, rtol=1e3 * EPS)
+        for ordering in ("modulus", "residual"):
+            measured = getattr(dynamics, ordering)
+            expected = power.alignment(F, xs, ordering=ordering)
+            for one, other in zip(measured.alignment, expected):
+                np.testing.assert_allclose(one, other, rtol=1e4 * EPS)
+            # Layer 0's states with the directions of layers 1 and 2.
+            swapped = [power.alignment(F[jnp.asarray([k, 0, 0])], xs, ordering=ordering).gamma[0]
+                       for k in (1, 2)]  # fmt: skip
+            np.testing.assert_allclose(measured.other[0], np.mean(swapped), rtol=1e4 * EPS)
+            check_span(np.asarray(F), unit, measured, float(ordering == "residual"))
+
+
+def check_span(F, unit, measured, shift):
+    for layer, matrix in enumerate(F):
+        values, vectors = np.linalg.eig(matrix)
+        order = np.argsort(-abs(shift + values), kind="stable")
+        parts = [vectors[:, order[0]], vectors[:, order[1]]]
+        if values[order[0]].imag == 0 and values[order[1]].imag:
+            parts.append(vectors[:, order[2]])
+        basis = np.linalg.qr(np.stack(parts, axis=1))[0]  # over C: the same projection
+        size = np.linalg.norm(unit[layer + 1] @ basis.conj(), axis=-1).mean()
+        np.testing.assert_allclose(measured.span[layer], size, rtol=1e6 * EPS)
+        np.testing.assert_allclose(measured.span_chance[layer], chance(16, len(parts)))
+
+
+@pytest.fixture(scope="module")
+def albert():
+    ids = np.load(ALBERT / "reference.npz")["input_ids"][-1]
+    return power.study(sv.load(ALBERT), ids)
+
+
+def test_a_trained_albert_turns_to_the_first_direction_by_residual(albert):
+    """Both first eigenvalues are complex; the reduced system follows |1 + lambda|, not |lambda|."""
+    assert albert.shared
+    assert not np.any(albert.principal.modulus.real)
+    assert not np.any(albert.principal.residual.real)
+    assert np.isnan(albert.real.modulus.other).all()
+    by_residual, by_modulus = (getattr(albert.reduced, name).alignment.gamma[-1]
+                               for name in ("residual", "modulus"))  # fmt: skip
+    assert by_residual > 0.95
+    assert by_modulus < 2 * chance(256, 2)
+    assert albert.reduced.consensus[-1] > 0.99
+    # With feed-forward layers and positions the tokens do neither.
+    assert albert.real.residual.alignment.gamma[-1] < 0.2
+    assert albert.real.consensus[-1] < 0.6
+
+
+def test_table(albert):
+    for study, layers in ((albert, 12), (power.study(tiny_model("gpt2"), IDS), 3)):
+        lines = power.table(study).split("\n")
+        assert max(map(len, lines)) <= 100
+        assert study.family in lines[0]
+        rows = [line.replace("|", " ").split() for line in lines if line[:5].strip().isdigit()]
+        assert [int(row[0]) for row in rows] == [*range(1, layers + 1)] * 2
+        residual, gammas = study.principal.residual, study.real.residual.alignment
+        last = rows[-1]
+        np.testing.assert_allclose(float(last[2]), residual.gap_ratio[-1], rtol=1e-2)
+        np.testing.assert_allclose(float(last[3]), gammas.chance[-1], atol=6e-4)
+        np.testing.assert_allclose(float(last[4]), gammas.gamma[-1], atol=6e-4)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="id 99"):
+        power.study(tiny_model("gpt2"), [99])
+    with pytest.raises(ValueError, match="LinearFlow"):
+        power.study(LinearFlow(jnp.zeros((1, 2, 2))), IDS)
