@@ -4,8 +4,8 @@
 
 The embedded model comes first: its checkpoints over training, and its untrained self; then every
 MODEL (a folder, hub id or .gguf file) and its untrained self. The text is `svflow.data.PASSAGE`;
-for a folder without tokenizer.json, the last row of the ids in its reference.npz. Then steering:
-the theory's table on random layers, and dose and response on the embedded model.
+for a folder with vocab.txt and no tokenizer.json, a chemical reaction. Then steering: the theory's
+table on random layers, and dose and response on the embedded model.
 
 With --out the tables take the place of everything after the line "## Tables" of that file.
 """
@@ -25,14 +25,30 @@ from svflow import power
 from svflow.power.flow import PowerFlow
 
 STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+CUTS = (None, 0.003, 0.01, 0.03, 0.1, 0.3)
+# An amide coupling as SMILES, for models of chemistry: a vocab.txt of atoms and bonds.
+REACTION = (
+    "CC(C)(C)OC(=O)N1CCC(C(=O)O)CC1.Nc1ccc(Cl)cc1Br>>CC(C)(C)OC(=O)N1CCC(C(=O)Nc2ccc(Cl)cc2Br)CC1"
+)
 SUMMARY = ("system", "real", "gap", "gamma", "chance", "others", "rho", "rising", "mean token")
 
 
 def text_of(source: str) -> np.ndarray:
-    references = Path(source) / "reference.npz"
-    if Path(source).is_dir() and not (Path(source) / "tokenizer.json").exists():
-        return np.load(references)["input_ids"][-1]
+    vocabulary = Path(source) / "vocab.txt"
+    if vocabulary.exists() and not (Path(source) / "tokenizer.json").exists():
+        places = {piece: place for place, piece in enumerate(vocabulary.read_text().split())}
+        return np.array([places["[CLS]"], *longest_pieces(REACTION, places), places["[SEP]"]])
     return sv.load_tokenizer(source).encode(sv.data.PASSAGE)
+
+
+def longest_pieces(text: str, places: dict[str, int]) -> list[int]:
+    """Ids of a text cut into the longest pieces of a vocabulary, from the left."""
+    ids = []
+    while text:
+        size = next(n for n in range(len(text), 0, -1) if text[:n] in places)
+        ids.append(places[text[:size]])
+        text = text[size:]
+    return ids
 
 
 def row(name: str, study: power.Study, system: str, ordering: str) -> str:
@@ -40,7 +56,7 @@ def row(name: str, study: power.Study, system: str, ordering: str) -> str:
     dynamics = getattr(study, system)
     found, pair = getattr(dynamics, ordering), getattr(study.principal, ordering)
     a = found.alignment
-    others = "" if study.shared else f"{np.mean(found.other):.3f}"
+    others = "" if study.shared else f"{np.nanmean(found.other):.3f}"
     cells = [
         name,
         "model" if system == "real" else "reduced",
@@ -156,6 +172,15 @@ def steering_lines() -> list[str]:
             ]
             reach = "" if np.isnan(dose.reach[i]) else f"{dose.reach[i]:.3f}"
             lines.append(f"| {variant} | {reach} | " + " | ".join(cells) + " |")
+        lines += ["", "The mean variant at strength 10, small singular values of V cut off:", ""]
+        lines += ["| rcond | reach | cosine | share with +z | KL |", "|---" * 5 + "|"]
+        for rcond in CUTS:
+            cut = power.dose_response(model, z, [10.0], ids, ["mean"], layer=layer, rcond=rcond)
+            one = jax.tree.map(lambda a: float(a[0, 0]), cut.effect)
+            lines.append(
+                f"| {rcond} | {cut.reach[0]:.3f} | {one.cosine:.2f} | {one.positive:.2f} | "
+                f"{one.kl:.2f} |"
+            )
     return lines
 
 

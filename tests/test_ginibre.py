@@ -81,7 +81,18 @@ def test_the_complex_fraction_at_widths_of_models(d, real, fraction):
 @widths
 def test_the_complex_fraction(d):
     check(np.sum(draws(d).eigenvalues.imag == 0, axis=1), ginibre.real_eigenvalues(d))
-    check(np.mean(draws(d).eigenvalues.imag != 0, axis=1), ginibre.complex_fraction(d))
+    share = np.mean(draws(d).eigenvalues.imag != 0, axis=1)
+    check(share, ginibre.complex_fraction(d))
+    # Of about normal numbers the deviation is known to 1 / sqrt(2 n).
+    ratio = np.std(share) / ginibre.complex_fraction_deviation(d)
+    assert abs(ratio - 1) < 4 / np.sqrt(2 * DRAWS[d])
+
+
+def test_the_deviation_of_the_complex_fraction_in_closed_form():
+    # d = 2: both are real with probability p = 1 / sqrt(2), or neither.
+    expected = np.sqrt((1 - 1 / np.sqrt(2)) / np.sqrt(2))
+    assert abs(ginibre.complex_fraction_deviation(2) - expected) < 1e-15
+    assert ginibre.complex_fraction_deviation(1) == 0
 
 
 # Eigenvalues
@@ -214,6 +225,7 @@ def test_bad_input_is_named():
     of_width = (
         ginibre.real_eigenvalues,
         ginibre.complex_fraction,
+        ginibre.complex_fraction_deviation,
         ginibre.spectral_radius,
         ginibre.condition_number,
         ginibre.henrici_departure,

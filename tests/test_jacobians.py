@@ -235,8 +235,13 @@ def test_what_is_not_finite_is_named_by_its_layer():
         sv.layer_jacobians(flow, xs)
     with pytest.raises(ValueError, match=r"xs must be the 4 states"):
         sv.layer_jacobians(flow, xs[:-1])
-    with pytest.raises(ValueError, match=r"pass its `\.flow`"):
-        sv.jacobian(tiny_model("llama"), 0, x)
+    for function, states in ((sv.jacobian, (0, x)), (sv.layer_jacobians, (xs,))):
+        with pytest.raises(ValueError, match=r"pass its `\.flow`"):
+            function(tiny_model("llama"), *states)
+    with pytest.raises(ValueError, match=r"pass its `\.xs`"):
+        sv.layer_jacobians(flow, sv.simulate(flow, x))
+    with pytest.raises(ValueError, match="token must be an int, not traced"):
+        jax.vmap(lambda token: sv.jacobian(flow, 0, x, token=token))(jnp.arange(2))
 
 
 def test_what_does_not_fit_says_how_much_it_takes(monkeypatch):

@@ -25,8 +25,8 @@ def test_the_numbers_are_those_of_the_direct_calls(family, dtype):
             seen.append(step)
             yield step
 
-    found = panel(model, IDS, seed=3, progress=watch)
-    assert seen == list(range(len(SOURCES)))
+    found = panel(model, IDS, seed=3, draws=2, progress=watch)
+    assert seen == list(range(2 + 2 * len(CONTROLS)))
     assert (found.token, found.seed) == (5, 3)
     wide = np.dtype("float64" if dtype == "float64" else "float32")
     close = dict(rtol=1e-7 if wide == np.float64 else 1e-4)
@@ -46,14 +46,26 @@ def test_the_numbers_are_those_of_the_direct_calls(family, dtype):
             assert values.shape == (one.flow.depth, one.flow.width)
         np.testing.assert_allclose(got.eigenvalues, expected.eigenvalues, **close, atol=1e-5)
     assert not np.allclose(factors["model"], factors["untrained"])
+    factors = {name: [J] for name, J in factors.items()}
+    keys = [jax.random.fold_in(key, draw) for draw in range(2)]
     for name in CONTROLS:
-        factors[name] = getattr(controls, name)(key, factors["model"])
+        factors[name] = [getattr(controls, name)(one, factors["model"][0]) for one in keys]
     assert tuple(found.effective_rank) == tuple(factors) == SOURCES
-    for name, J in factors.items():
-        before, after = found.effective_rank[name]
-        np.testing.assert_allclose(before, sv.cumulative(J).effective_rank, **close)
-        normal = sv.schur_normal(J)
-        np.testing.assert_allclose(after, sv.cumulative(normal).effective_rank, **close)
+    for name, drawn in factors.items():
+        assert found.effective_rank[name].shape == (len(drawn), 2, model.flow.depth)
+        for (before, after), J in zip(found.effective_rank[name], drawn, strict=True):
+            np.testing.assert_allclose(before, sv.cumulative(J).effective_rank, **close)
+            normal = sv.schur_normal(J)
+            np.testing.assert_allclose(after, sv.cumulative(normal).effective_rank, **close)
+    expected = sv.measures(jnp.stack(factors["random_update"]))
+    for measure in SCALARS:
+        value = getattr(found.random_update, measure)
+        assert value.shape == (2, model.flow.depth)
+        np.testing.assert_allclose(value, getattr(expected, measure), **close, err_msg=measure)
+    # What it keeps of the model: |R| / |J|.
+    own = np.broadcast_to(found.model.update_ratio, value.shape)
+    np.testing.assert_allclose(found.random_update.update_ratio, own, **close)
+    assert (found.random_update.top, found.random_update.on_host) == (found.model.top, True)
 
 
 def test_another_token_another_seed():
@@ -70,17 +82,28 @@ def test_another_token_another_seed():
         assert same == (name == "model"), name
 
 
+def test_draws():
+    """Each is another, whatever their number; narrow matrices have five, wide ones one."""
+    model = tiny_model("bert")
+    five, two = panel(model, IDS).effective_rank, panel(model, IDS, draws=2).effective_rank
+    for name in SOURCES:
+        assert len(five[name]) == (5 if name in CONTROLS else 1)
+        np.testing.assert_array_equal(five[name][:2], two[name])
+    ends = np.array([five[name][:, 0, -1] for name in CONTROLS])
+    assert (np.ptp(ends, axis=1) > 1e-6).all()
+
+
 def test_what_each_control_keeps():
     """At the first layer, where the product is one factor."""
     found = panel(tiny_model("gemma3_text"), IDS)
-    first = {name: pair[:, 0] for name, pair in found.effective_rank.items()}
-    own = first["model"]
+    first = {name: pairs[..., 0].T for name, pairs in found.effective_rank.items()}
+    own = first["model"][:, 0]
     assert abs(own[1] - own[0]) > 0.1
-    np.testing.assert_allclose(first["haar_similarity"], own, rtol=1e-6)
+    np.testing.assert_allclose(first["haar_similarity"], own[:, None] + np.zeros(5), rtol=1e-6)
     np.testing.assert_allclose(first["haar_factors"][0], own[0], rtol=1e-9)
     np.testing.assert_allclose(own[0], found.model.effective_rank[0], rtol=1e-9)
     for name in ("haar_update", "random_update", "untrained"):
-        assert abs(first[name][0] - own[0]) > 1e-3, name
+        assert (abs(first[name][0] - own[0]) > 1e-3).all(), name
     # haar_basis of the factors is in law what removal leaves of haar_similarity: same moduli.
     modulus = np.abs(found.model.eigenvalues[0])
     np.testing.assert_allclose(own[1], sv.spectra.effective_rank(jnp.asarray(modulus)), rtol=1e-6)
@@ -94,6 +117,8 @@ def test_what_is_refused():
         panel(model, [1, 23])
     with pytest.raises(ValueError, match="token 6 is not one of 6 tokens"):
         panel(model, IDS, token=6)
+    with pytest.raises(ValueError, match="draws must be at least 1, got 0"):
+        panel(model, IDS, draws=0)
 
 
 def test_an_untrained_model_that_is_not_finite_says_so(monkeypatch):

@@ -18,15 +18,20 @@ IDS = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 EPS = float(jnp.finfo(jnp.float64).eps)
 
 
-def test_a_study_is_its_parts():
-    model = tiny_model("gpt2")
-    found = power.study(model, IDS)
+@pytest.fixture(scope="module")
+def tiny():
+    return power.study(tiny_model("gpt2"), IDS)
+
+
+def test_a_study_is_its_parts(tiny):
+    model, found = tiny_model("gpt2"), tiny
     assert (found.family, found.shared, found.width, found.tokens) == ("gpt2", False, 16, 8)
     F, reduced = power.layer_matrices(model), PowerFlow.from_model(model)
     x = model.embed(IDS)
     for one, other in zip(found.principal, power.principal(F)):
         for part, expected in zip(one, other):
             np.testing.assert_array_equal(part, expected)
+    compared = 0
     starts = {"real": (model.flow, x), "reduced": (reduced, reduced.retract(x))}
     for system, (flow, start) in starts.items():
         xs = sv.simulate(flow, start).xs
@@ -39,11 +44,17 @@ def test_a_study_is_its_parts():
             expected = power.alignment(F, xs, ordering=ordering)
             for one, other in zip(measured.alignment, expected):
                 np.testing.assert_allclose(one, other, rtol=1e4 * EPS)
-            # Layer 0's states with the directions of layers 1 and 2.
-            swapped = [power.alignment(F[jnp.asarray([k, 0, 0])], xs, ordering=ordering).gamma[0]
-                       for k in (1, 2)]  # fmt: skip
-            np.testing.assert_allclose(measured.other[0], np.mean(swapped), rtol=1e4 * EPS)
+            # A layer's states with the directions of the others of its kind.
+            real = np.asarray(expected.real)
+            for layer in range(3):
+                kind = [k for k in range(3) if k != layer and real[k] == real[layer]]
+                swapped = [power.alignment(F[jnp.full(3, k)], xs, ordering=ordering).gamma[layer]
+                           for k in kind]  # fmt: skip
+                mean = np.mean(swapped) if kind else np.nan
+                np.testing.assert_allclose(measured.other[layer], mean, rtol=1e4 * EPS)
+                compared += len(kind)
             check_span(np.asarray(F), unit, measured, float(ordering == "residual"))
+    assert compared
 
 
 def check_span(F, unit, measured, shift):
@@ -81,8 +92,8 @@ def test_a_trained_albert_turns_to_the_first_direction_by_residual(albert):
     assert albert.real.consensus[-1] < 0.6
 
 
-def test_table(albert):
-    for study, layers in ((albert, 12), (power.study(tiny_model("gpt2"), IDS), 3)):
+def test_table(albert, tiny):
+    for study, layers in ((albert, 12), (tiny, 3)):
         lines = power.table(study).split("\n")
         assert max(map(len, lines)) <= 100
         assert study.family in lines[0]

@@ -211,7 +211,7 @@ def states_of(model, ids):
     return sv.simulate(model.flow, model.embed(ids)).xs
 
 
-SAVED = ["llama", "gpt2", "gemma", "albert", "bert", "qwen3_moe", "olmo2", "gpt_neox"]
+SAVED = ["llama", "albert", "gpt2", "gemma", "bert", "qwen3_moe", "olmo2", "gpt_neox"]
 
 
 @pytest.mark.parametrize("family", SAVED)
@@ -224,7 +224,9 @@ def test_a_steered_model_is_saved_and_loaded(family, tmp_path):
     assert ours.keys() == theirs.keys()
     for name, leaf in ours.items():
         np.testing.assert_array_equal(leaf, theirs[name])
-    if family in SAVED[:4]:
+    config = dataclasses.replace(loaded.config, source=steered.config.source)
+    assert config == steered.config
+    if family in SAVED[:2]:
         found = logits_of(loaded, IDS)
         np.testing.assert_array_equal(logits_of(steered, IDS), found)
         assert np.abs(logits_of(model, IDS) - found).max() > 1e-3
@@ -236,7 +238,7 @@ def random_model(config):
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape)), shapes)
 
 
-@pytest.mark.parametrize(("layers", "groups", "inner"), [(4, 1, 1), (6, 2, 1), (3, 1, 2)])
+@pytest.mark.parametrize(("layers", "groups", "inner"), [(5, 2, 1), (3, 1, 2)])
 def test_a_shared_layer_gets_a_copy_of_its_own(layers, groups, inner):
     config = tiny_config(
         "albert", num_hidden_layers=layers, num_hidden_groups=groups, inner_group_num=inner

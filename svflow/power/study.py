@@ -34,8 +34,8 @@ class Measured(NamedTuple):
     Arguments:
         alignment: with the first eigenvector, see `Alignment`.
         other: (layers,) gamma of the same states with the first eigenvectors of the other layers,
-            their mean: a control that has the tokens' own anisotropy; nan where all layers share
-            one matrix.
+            those of its kind (real or complex), their mean: a control that has the tokens' own
+            anisotropy; nan where there is none, as where all layers share one matrix.
         span: (layers,) the mean norm of the tokens' projection onto the span of the first
             eigenvectors, as many as give two real dimensions (three, where a pair comes second).
         span_chance: (layers,) what that is for a random subspace.
@@ -141,12 +141,14 @@ def _dynamics(pairs, spans, xs) -> Dynamics:
     for name in SHIFTS:
         pair = getattr(pairs, name)
         frames = np.asarray(plane(pair.vector, pair.real), np.float64)
+        real = np.asarray(pair.real)
         other = np.full(layers, np.nan)
-        if len(frames) == layers > 1:
+        if len(frames) == layers:
             for layer in range(layers):
-                rest = np.delete(frames, layer, axis=0)
-                sizes = np.linalg.norm(np.einsum("lpd,td->ltp", rest, host[layer + 1]), axis=-1)
-                other[layer] = sizes.mean()
+                like = (real == real[layer]) & (np.arange(layers) != layer)
+                if like.any():
+                    found = np.einsum("lpd,td->ltp", frames[like], host[layer + 1])
+                    other[layer] = np.linalg.norm(found, axis=-1).mean()
         bases = [spans[name][layer if len(frames) == layers else 0] for layer in range(layers)]
         span = [np.linalg.norm(after @ basis.T, axis=-1).mean()
                 for after, basis in zip(host[1:], bases)]  # fmt: skip

@@ -39,8 +39,9 @@ def causal_spectrum(
     check_state(flow, layer, x, -1, "frozen", context)
     if not flow.causal:
         raise ValueError(
-            f"{type(flow).__name__} is not causal: its Jacobian has no diagonal blocks to take the "
-            "spectrum of; use full_spectrum"
+            f"{type(flow).__name__} is not causal: its spectrum is no union of its tokens'. Use "
+            f"svflow.spectra.full_spectrum, which solves all {jnp.size(x)} coordinates at once, or "
+            "svflow.partial_spectrum for the leading part"
         )
     x = jnp.asarray(x)
     tokens, width = x.shape
@@ -59,7 +60,8 @@ def full_spectrum(
 ) -> Complex[Array, " values"]:
     """The tokens * width eigenvalues of a layer's full Jacobian, of any flow, by a dense solve.
 
-    For a causal flow `causal_spectrum` gives the same, faster and more accurately.
+    It takes some 25 (tokens * width)^3 operations: minutes at 6000 coordinates. For a causal flow
+    `causal_spectrum` gives the same, faster and more accurately.
 
     Raises:
         ValueError, MemoryError: as `jacobian`.

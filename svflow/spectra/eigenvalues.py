@@ -101,14 +101,27 @@ def _geev(matrix):
 
 
 def _geev_vectors(matrix):
-    """Eigenvalues, and left and right eigenvectors of unit norm in columns."""
-    return _solved(lambda a: scipy.linalg.eig(a, left=True, right=True), matrix)
+    """Eigenvalues, dual left and unit right eigenvectors in columns, and how simple each is.
+
+    The dual ones have y^H x = 1. `simple` is the distance to the nearest other eigenvalue and
+    y^H x of unit vectors, the lesser, in units of what rounding does to them: above 1 for a simple
+    eigenvalue.
+    """
+    values, left, right = _solved(lambda a: scipy.linalg.eig(a, left=True, right=True), matrix)
+    overlap = np.sum(left.conj() * right, axis=0)
+    apart = np.abs(values[:, None] - values)
+    np.fill_diagonal(apart, np.inf)
+    size = np.linalg.norm(matrix)
+    simple = np.minimum(apart.min(axis=1) / (size or 1), np.abs(overlap))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        dual = left / overlap.conj()
+    return values, dual, right, simple / (len(matrix) * np.finfo(np.float64).eps)
 
 
 _VALUES = lapack.Solver(_geev, lambda shape: [(shape[:1], True)], "eigvals", "see eigvals")
 _VECTORS = lapack.Solver(
     _geev_vectors,
-    lambda shape: [(shape[:1], True), (shape, True), (shape, True)],
+    lambda shape: [(shape[:1], True), (shape, True), (shape, True), (shape[:1], False)],
     "a derivative of eigenvalues",
     "second derivatives of nonsymmetric eigenproblems are not provided",
 )
@@ -125,30 +138,28 @@ def _eigvals(J):
 @_eigvals.defjvp
 def _(primals, tangents):
     (J,), (dJ,) = primals, tangents
-    values, left, right = lapack.on_host(_VECTORS, J)
+    values, dual, right, simple = lapack.on_host(_VECTORS, J)
+    dual = _simple(dual, simple, values)
     order = jnp.argsort(-jnp.abs(values), axis=-1, stable=True)
-    values = jnp.take_along_axis(values, order, axis=-1)
-    left, right = (jnp.take_along_axis(v, order[..., None, :], axis=-1) for v in (left, right))
-    overlap = jnp.sum(jnp.conj(left) * right, axis=-2)
-    eye = jnp.eye(values.shape[-1], dtype=bool)
-    apart = jnp.where(eye, jnp.inf, jnp.abs(values[..., :, None] - values[..., None, :]))
-    overlap = _simple(overlap, jnp.min(apart, axis=-1), J)
     with jax.default_matmul_precision("highest"):
-        moved = dJ.astype(values.dtype) @ right
-    return values, jnp.sum(jnp.conj(left) * moved, axis=-2) / overlap
+        moved = jnp.sum(jnp.conj(dual) * (dJ.astype(right.dtype) @ right), axis=-2)
+    return tuple(jnp.take_along_axis(a, order, axis=-1) for a in (values, moved))
 
 
-def _simple(overlap, apart, J):
-    """The overlaps y^H x, raising where an eigenvalue is not simple to working precision."""
-    rounding = J.shape[-1] * jnp.finfo(J.dtype).eps
-    size = jnp.linalg.norm(J, axis=(-2, -1))[..., None]
-    bad = jnp.any((apart <= rounding * size) | (jnp.abs(overlap) <= rounding))
-    return eqx.error_if(
-        overlap,
-        bad,
-        "an eigenvalue is repeated to working precision: it has no derivative. Differentiate a "
-        "symmetric function of the matrix, such as its trace or singular values, instead",
+def _simple(dual, simple, values):
+    """The dual vectors, raising where an eigenvalue is not simple to working precision."""
+    why = (
+        "is repeated to working precision: it has no derivative. Differentiate a symmetric "
+        "function of the matrix, such as its trace or singular values, instead"
     )
+    bad = ~(simple > 1)
+    if not isinstance(bad, jax.core.Tracer):
+        if bad.any():
+            place = tuple(np.argwhere(np.asarray(bad))[0].tolist())
+            where = f" of J{list(place[:-1])}" if len(place) > 1 else ""
+            raise RuntimeError(f"the eigenvalue {complex(values[place]):.6g}{where} {why}")
+        return dual
+    return eqx.error_if(dual, jnp.any(bad), f"an eigenvalue {why}")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -157,15 +168,13 @@ def _principal(shift, J):
 
 
 def _principal_full(shift, J):
-    values, left, right = lapack.on_host(_VECTORS, J)
+    values, dual, right, simple = lapack.on_host(_VECTORS, J)
     place = _largest(shift, values)
-    value, x, y = _at(values, place), _at(right, place), _at(left, place)
+    value, x, y = _at(values, place), _at(right, place), _at(dual, place)
     largest = jnp.argmax(jnp.abs(x), axis=-1, keepdims=True)
     entry = jnp.take_along_axis(x, largest, axis=-1)
-    x = x * jnp.conj(entry) / jnp.abs(entry).astype(x.dtype)
-    others = jnp.arange(values.shape[-1]) != place[..., None]
-    apart = jnp.min(jnp.where(others, jnp.abs(values - value[..., None]), jnp.inf), axis=-1)
-    return value, x, y, largest, apart
+    phase = jnp.conj(entry) / jnp.abs(entry).astype(x.dtype)
+    return value, x * phase, y * phase, largest, _at(simple, place)
 
 
 def _largest(shift, values):
@@ -183,13 +192,12 @@ def _at(array, place):
 @_principal.defjvp
 def _(shift, primals, tangents):
     (J,), (dJ,) = primals, tangents
-    value, x, y, largest, apart = _principal_full(shift, J)
-    overlap = jnp.sum(jnp.conj(y) * x, axis=-1, keepdims=True)
-    overlap = _simple(overlap, apart[..., None], J)
+    value, x, y, largest, simple = _principal_full(shift, J)
+    y = _simple(y, simple[..., None], value[..., None])
     width = x.shape[-1]
     with jax.default_matmul_precision("highest"):
         moved = (dJ.astype(x.dtype) @ x[..., None])[..., 0]
-        dvalue = jnp.sum(jnp.conj(y) * moved, axis=-1, keepdims=True) / overlap
+        dvalue = jnp.sum(jnp.conj(y) * moved, axis=-1, keepdims=True)
         shifted = J.astype(x.dtype) - value[..., None, None] * jnp.eye(width, dtype=x.dtype)
         bordered = jnp.concatenate([shifted, -x[..., None]], axis=-1)
         last = jnp.concatenate([jnp.conj(x), jnp.zeros_like(x[..., :1])], axis=-1)

@@ -40,6 +40,17 @@ def complex_fraction(d: int) -> float:
     return 1 - real_eigenvalues(d) / d
 
 
+def complex_fraction_deviation(d: int) -> float:
+    """The standard deviation of that share: sqrt((2 - sqrt(2)) E) / d, E = `real_eigenvalues`.
+
+    To leading order, of the variance of the number of real eigenvalues; exact at d = 1, where it is
+    0, and at d = 2, where that number is 0 or 2.
+
+    Source: Forrester and Nagao 2007, "Eigenvalue statistics of the real Ginibre ensemble".
+    """
+    return float(np.sqrt((2 - np.sqrt(2)) * real_eigenvalues(d)) / d) if _width(d) > 1 else 0.0
+
+
 def spectral_radius(d: int, r: Float[ArrayLike, "*radii"] = 1.0) -> Float[np.ndarray, "*radii"]:
     """The expected largest |lambda|: r to leading order, here with the correction at finite d.
 

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow, check_context
 from svflow.memory import check_memory
+from svflow.simulate import Trajectory
 
 SCOPES = ("isolated", "frozen", "full")
 
@@ -93,6 +94,9 @@ def layer_jacobians(
     Raises:
         ValueError, MemoryError: as `jacobian`, with the layer's number.
     """
+    _check_flow(flow)
+    if isinstance(xs, Trajectory):
+        raise ValueError("xs must be the states of a trajectory; pass its `.xs`")
     if jnp.ndim(xs) != 3 or len(xs) != flow.depth + 1:
         raise ValueError(
             f"xs must be the {flow.depth + 1} states of simulate, (states, tokens, {flow.width}), "
@@ -136,11 +140,14 @@ def widened(flow: Flow, x: Array) -> tuple[Flow, Array]:
 
 def check_state(flow, layer, x, token, scope, context) -> None:
     """What `jacobian` raises for, but for memory and the result."""
-    if not isinstance(flow, Flow):
-        hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
-        raise ValueError(f"flow must be an svflow.Flow, got {type(flow).__name__}{hint}")
+    _check_flow(flow)
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {SCOPES}, got {scope!r}")
+    for name, value in (("layer", layer), ("token", token)):
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"{name} must be an int, not traced by a transform"
+            )
     if not isinstance(layer, int | np.integer) or not 0 <= layer < flow.depth:
         raise ValueError(f"layer must be one of 0 .. {flow.depth - 1}, got {layer!r}")
     shape = jnp.shape(x)
@@ -155,6 +162,12 @@ def check_state(flow, layer, x, token, scope, context) -> None:
     check_context(context, shape[0])
     if not isinstance(x, jax.core.Tracer) and not bool(jnp.isfinite(x).all()):
         raise ValueError(f"the state before layer {layer} is not finite")
+
+
+def _check_flow(flow) -> None:
+    if not isinstance(flow, Flow):
+        hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
+        raise ValueError(f"flow must be an svflow.Flow, got {type(flow).__name__}{hint}")
 
 
 def _check_chunk(flow, x, scope, chunk, *, count):

@@ -8,6 +8,7 @@ Henrici's, Numer. Math. 4, 1962; effective rank: Roy and Vetterli, EUSIPCO 2007.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import equinox as eqx
@@ -29,7 +30,8 @@ class Measures(NamedTuple):
         singular_values: sigma, descending.
         complex_fraction: the share of eigenvalues with |Im lambda| > tau |lambda|.
         spectral_radius: max |lambda|.
-        condition_number: sigma_1 / sigma_d, infinite for a singular matrix.
+        condition_number: sigma_1 / sigma_d, infinite for a singular matrix; above one over the
+            rounding of J's own arithmetic (8e6 in float32) it says no more than that.
         expanding_eigenvalues, expanding_singular_values: the shares with |lambda| > 1, sigma > 1.
         henrici_departure: sqrt(|J|_F^2 - sum |lambda|^2) / |J|_F, 0 for a normal matrix.
         symmetric_part: |(J + J^T) / 2|_F^2 / |J|_F^2, 1 for a symmetric matrix.
@@ -68,8 +70,10 @@ class Measures(NamedTuple):
 
     @property
     def excess(self) -> dict[str, np.ndarray]:
-        """Each measure less that expectation, by name."""
-        return {name: np.asarray(getattr(self, name)) - e for name, e in self.ginibre.items()}
+        """Each measure less that expectation, by name; the condition number over it."""
+        found = {name: np.asarray(getattr(self, name)) - e for name, e in self.ginibre.items()}
+        condition = np.asarray(self.condition_number) / self.ginibre["condition_number"]
+        return found | {"condition_number": condition}
 
 
 SCALARS = Measures._fields[2:-2]
@@ -103,8 +107,13 @@ def measures(
     if not 1 <= top <= width:
         raise ValueError(f"top must be one of 1 .. {width}, got {top}")
     J = J.astype(at_least_float32(J.dtype))
-    values = eigenvalues.eigvals(J)
-    U, sigma, Vh = _svd(J)
+    found = _measures(J, eigenvalues.eigvals(J), *_svd(J), top, tau)
+    return Measures(**found, top=top, on_host=eigenvalues.backend(J) == eigenvalues.HOST)
+
+
+@functools.partial(jax.jit, static_argnames=("top", "tau"))
+def _measures(J, values, U, sigma, Vh, top, tau):
+    width = J.shape[-1]
     U, Vh = U[..., :top], Vh[..., :top, :]
     squares = jnp.sum(sigma**2, axis=-1)
     modulus = jnp.abs(values)
@@ -112,9 +121,9 @@ def measures(
     if J.ndim > 2:
         between = _alignment(Vh[..., 1:, :, :], U[..., :-1, :, :])
         forward = forward.at[..., :-1].set(between)
-    departure = squares - jnp.sum(modulus**2, axis=-1)
     symmetric = (J + jnp.swapaxes(J, -1, -2)) / 2
-    return Measures(
+    update = jnp.sum((J - jnp.eye(width, dtype=J.dtype)) ** 2, axis=(-2, -1))
+    return dict(
         eigenvalues=values,
         singular_values=sigma,
         complex_fraction=_share(jnp.abs(values.imag) > tau * modulus, sigma.dtype),
@@ -122,16 +131,13 @@ def measures(
         condition_number=sigma[..., 0] / sigma[..., -1],
         expanding_eigenvalues=_share(modulus > 1, sigma.dtype),
         expanding_singular_values=_share(sigma > 1, sigma.dtype),
-        henrici_departure=_root(departure) / jnp.sqrt(squares),
+        henrici_departure=_root(squares - jnp.sum(modulus**2, axis=-1)) / jnp.sqrt(squares),
         symmetric_part=jnp.sum(symmetric**2, axis=(-2, -1)) / squares,
         self_alignment=_alignment(Vh, U),
         forward_alignment=forward,
-        update_ratio=_root(jnp.sum((J - jnp.eye(width, dtype=J.dtype)) ** 2, axis=(-2, -1)))
-        / jnp.sqrt(squares),
+        update_ratio=_root(update) / jnp.sqrt(squares),
         effective_rank=effective_rank(sigma),
         participation_ratio=participation_ratio(sigma),
-        top=top,
-        on_host=eigenvalues.backend(J) == eigenvalues.HOST,
     )
 
 

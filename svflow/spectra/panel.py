@@ -1,7 +1,7 @@
 """One text's local linear dynamics: spectra of the layers' Jacobians, each beside its baselines.
 
-Axes: `layers`; `width`, the residual stream; `removal`: 0 the factors as they are, 1 without their
-departure from normality (`schur_normal`). All numbers are dimensionless.
+Axes: `draws`; `layers`; `width`, the residual stream; `removal`: 0 the factors as they are, 1
+without their departure from normality (`schur_normal`). All numbers are dimensionless.
 """
 
 from __future__ import annotations
@@ -36,20 +36,24 @@ class Panel(NamedTuple):
 
     Arguments:
         token: its place in the text, from 0.
-        seed: every draw is made with `jax.random.key(seed)`.
+        seed: the untrained weights are of `key = jax.random.key(seed)`, and draw i of every control
+            of `jax.random.fold_in(key, i)`.
         model: the measures of every J_l, NumPy arrays (layers,), `eigenvalues` and
             `singular_values` (layers, width); `model.ginibre` is what Gaussian noise gives.
-        untrained: the same of `controls.initialisation(key, model)` on the same ids.
-        effective_rank: by name in `SOURCES`, (removal, layers) of the partial products J_l ... J_1,
-            from 1 to width; of a control's, with each factor drawn anew by itself. In JAX's widest
-            floating type.
+        untrained: the same of `controls.initialisation(key, model)` on the same ids, one draw.
+        random_update: the same of `controls.random_update`, identity + Gaussian, with draws as the
+            leading axis: what noise of the update gives, where `model.ginibre` is noise throughout.
+        effective_rank: by name in `SOURCES`, (draws, removal, layers) of the partial products
+            J_l ... J_1, from 1 to width; of a control's, with each factor drawn anew by itself. One
+            draw of "model" and "untrained". In JAX's widest floating type.
     """
 
     token: int
     seed: int
     model: Measures
     untrained: Measures
-    effective_rank: dict[str, Float[np.ndarray, "removal layers"]]
+    random_update: Measures
+    effective_rank: dict[str, Float[np.ndarray, "draws removal layers"]]
 
 
 def panel(
@@ -58,29 +62,33 @@ def panel(
     *,
     token: int = -1,
     seed: int = 0,
+    draws: int | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Panel:
     """Measures the Jacobians of one token along one text, and what they are compared with.
 
-    Random factors gain effective rank as well where their departure from normality is removed: the
-    gain says nothing about a model, only its difference from that of the controls does.
+    Random factors change their effective rank as well where their departure from normality is
+    removed: the change says nothing about a model, only its difference from that of every draw of
+    the controls can.
 
     Arguments:
         model: with or without a causal mask.
         ids: (tokens,).
         token: whose Jacobians; negative counts from the end.
         seed: of the untrained weights and the controls.
+        draws: of each control; by default 640 // width, at least 1 and at most 5: wide
+            matrices average over themselves, narrow ones differ from draw to draw.
         progress: wraps the range over steps of about equal length, for example `tqdm.tqdm`.
 
-    Computed in float32 at least. Dense solvers on the host take layers * width^3: seconds at a
-    width of 128, hours at some thousands.
+    Computed in float32 at least. Dense solvers on the host take draws * layers * width^3: seconds at
+    a width of 128, hours at some thousands.
 
     The token's product J_L ... J_1 is the derivative of its last state by its first where attention
     is causal; without a causal mask the other tokens' response is left out of it.
 
     Raises:
-        ValueError: what is not a `Transformer`, ids or a token that the model does not take, or a
-            state or a Jacobian that is not finite, of the model or of the untrained one.
+        ValueError: what is not a `Transformer`, fewer draws than one, ids or a token that the model
+            does not take, or a state or a Jacobian that is not finite, of the model or of the untrained one.
         MemoryError: Jacobians that do not fit.
 
     Source: Fernando and Guitchounts, arXiv 2605.14258, for the measures and the removal; the
@@ -88,11 +96,17 @@ def panel(
     """
     if not isinstance(model, Transformer):
         raise ValueError(f"a panel needs a Transformer, got {type(model).__name__}")
+    if draws is None:
+        draws = max(1, min(5, 640 // model.flow.width))
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1, got {draws}")
     key = jax.random.key(seed)
     J = _jacobians(model, ids, token)
-    found, ranks = {"model": _measured(J)}, {}
-    for step in progress(range(len(SOURCES))):
-        name, factors = SOURCES[step], J
+    steps = [*SOURCES[:2], *(name for name in CONTROLS for _ in range(draws))]
+    found, updates = {"model": _measured(J)}, []
+    ranks: dict[str, list[np.ndarray]] = {name: [] for name in SOURCES}
+    for step in progress(range(len(steps))):
+        name, factors = steps[step], J
         if name == "untrained":
             try:
                 factors = _jacobians(controls.initialisation(key, model), ids, token)
@@ -100,15 +114,19 @@ def panel(
                 raise ValueError(f"the same architecture untrained: {error}") from error
             found[name] = _measured(factors)
         elif name != "model":
-            factors = controls.CONTROLS[name](key, J)
+            factors = controls.CONTROLS[name](jax.random.fold_in(key, len(ranks[name])), J)
+        if name == "random_update":
+            updates.append(_measured(factors))
         # One call: two products run side by side.
         pair = cumulative(jnp.stack([factors, schur_normal(factors)]))
-        ranks[name] = np.asarray(pair.effective_rank)
+        ranks[name].append(np.asarray(pair.effective_rank))
+    together = [np.stack(values) for values in zip(*(one[:-2] for one in updates))]
     return Panel(
         token=int(token) % len(np.asarray(ids)),
         seed=int(seed),
         **found,
-        effective_rank=ranks,
+        random_update=Measures(*together, updates[0].top, updates[0].on_host),
+        effective_rank={name: np.stack(pairs) for name, pairs in ranks.items()},
     )
 
 

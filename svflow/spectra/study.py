@@ -69,8 +69,11 @@ def study(
     """Measures of every layer's Jacobian for every sequence, their means and quantiles.
 
     The file is replaced by a longer one after each sequence, so that a run that was killed
-    continues after the last sequence that it finished, and so does a call with more sequences. A
-    sequence of a new length compiles once.
+    continues after the last sequence that it finished, and so does a call with more sequences. Each
+    new length compiles for seconds: cut sequences to few lengths.
+
+    What random matrices give stands in `ginibre`; a finding needs the same study of
+    `controls.initialisation(key, model)` beside it, in a file of its own.
 
     Arguments:
         model: the model.
@@ -89,6 +92,9 @@ def study(
             from other sequences; a Jacobian that is not finite.
     """
     path = Path(out)
+    if not isinstance(model, Transformer):
+        raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
+    top = max(1, model.flow.width // 32) if top is None else int(top)
     if scope not in SCOPES[:2]:
         raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
     ids = [_checked(number, sequence, model, token) for number, sequence in enumerate(sequences)]
