@@ -81,10 +81,16 @@ def _parser() -> argparse.ArgumentParser:
         help="of weights and states (default: float32)",
     )
     parser.add_argument(
+        "--draws",
+        type=int,
+        metavar="N",
+        help="of each random control of the spectra (default: 640 / width, from 1 to 5)",
+    )
+    parser.add_argument(
         "--no-spectra",
         action="store_true",
-        help="leave out the spectra of the layers' Jacobians: their time grows as layers x width^3,"
-        " to minutes at a width of 768 and far more at some thousands",
+        help="leave out the spectra of the layers' Jacobians: their time grows as draws x layers x "
+        "width^3, to minutes at a width of 768 and far more at some thousands",
     )
     return parser
 
@@ -92,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
         raise ValueError(f"--max-tokens must be at least 2, got {arguments.max_tokens}")
+    if arguments.draws is not None and arguments.draws < 1:
+        raise ValueError(f"--draws must be at least 1, got {arguments.draws}")
     with _publish(arguments.out) as scratch:
         if arguments.dtype == "float64":
             jax.config.update("jax_enable_x64", True)
@@ -101,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> None:
         ids, cut_from = _fit(model, ids, arguments.max_tokens)
         bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
         found = portrait(model, ids, progress=bar)
-        spectra = None if arguments.no_spectra else _spectra(model, ids)
+        spectra = None if arguments.no_spectra else _spectra(model, ids, arguments.draws)
         doc = report.document(
             found,
             model,
@@ -125,10 +133,10 @@ def _run(arguments: argparse.Namespace) -> None:
     )
 
 
-def _spectra(model: Transformer, ids: np.ndarray) -> Panel:
+def _spectra(model: Transformer, ids: np.ndarray, draws: int | None) -> Panel:
     bar = functools.partial(tqdm, desc="spectra", delay=2, leave=False, disable=None)
     try:
-        return panel(model, ids, progress=bar)
+        return panel(model, ids, draws=draws, progress=bar)
     except (ValueError, MemoryError) as error:
         raise ValueError(f"{error}; --no-spectra leaves the spectra out") from error
 

@@ -28,9 +28,12 @@ from svflow.report import (
     label_of,
     notes,
     number,
+    over_draws,
+    ranged,
     shown,
     spectral_columns,
 )
+from svflow.spectra.panel import CONTROLS
 
 SPECTRAL = ("eigenvalues", *SPECTRA, "rank")
 """The keys of the pictures of the spectra."""
@@ -115,7 +118,7 @@ def _draw_measure(doc: Mapping[str, Any], key: str, theme: str) -> Figure:
 
 _LINES = {
     "layer": "this model",
-    "eigenvalues": r"$|\lambda| > 1$",
+    "eigenvalues": r"$|\,\lambda\,| > 1$",
     "singular values": r"$\sigma > 1$",
     "self": "self",
     "forward": "forward",
@@ -127,11 +130,19 @@ def _draw_spectral(doc: Mapping[str, Any], key: str, theme: str) -> Figure:
     measure = spectra["measures"][key]
     series = []
     for hue, (name, line) in enumerate(measure["lines"].items()):
-        model, untrained, noise = (
-            np.array(line[field], float) for field in ("model", "untrained", "gaussian")
+        part = {field: np.array(values, float) for field, values in line.items()}
+        series.append(
+            plotting.Series(
+                _LINES[name],
+                hue,
+                part["model"],
+                companion=part["untrained"],
+                noise=part["gaussian"],
+                spread=2 * part["deviation"] if "deviation" in part else None,
+                update=part["random_update"],
+            )
         )
-        series.append(plotting.Series(_LINES[name], hue, model, None, None, untrained, noise))
-    drawn = np.concatenate([[one.line, one.companion, one.noise] for one in series])
+    drawn = np.concatenate([[one.line, one.companion, one.noise, one.update] for one in series])
     drawn = drawn[np.isfinite(drawn)]
     spread = drawn.max() / drawn.min() if drawn.size and drawn.min() > 0 else 1.0
     log = key == "condition_number" or (key == "spectral_radius" and spread > 4)
@@ -143,10 +154,11 @@ def _draw_spectral(doc: Mapping[str, Any], key: str, theme: str) -> Figure:
         series,
         theme=theme,
         title=measure["title"],
-        label=SPECTRA[key].label,
+        label=f"{SPECTRA[key].label}  (log scale)" if log else SPECTRA[key].label,
         scale="log" if log else "linear",
         level=("1 / eps", spectra["resolution"]) if over else None,
         companion="untrained",
+        first=1,
     )
     plotting.flush_left(axes)
     return figure
@@ -174,22 +186,25 @@ def _eigenvalues(doc: Mapping[str, Any], source: str) -> np.ndarray:
 def _frames(values: np.ndarray) -> list[tuple[tuple[float, float, float], bool]]:
     """Each layer's frame, and whether it is the common one.
 
-    A frame holds all of the eigenvalues where that makes it at most twice as large as one of the
-    central 98 % of their parts, otherwise those. Layers whose extent is within a factor of 4 of
-    the median layer's share one.
+    Layers whose extent is within a factor of 4 of the median layer's share one. A frame holds the
+    central 98 % of its layers' real and imaginary parts, and what else lies within half as much
+    again around them.
     """
-    low, high = np.quantile(values.real, [0.01, 0.99], axis=-1)
-    up = np.quantile(np.abs(values.imag), 0.98, axis=-1)
+    low, high, up = np.transpose([_central(one) for one in values])
     extent = np.maximum(high - low, 2 * up)
-    whole = values.real.min(-1), values.real.max(-1), np.abs(values.imag).max(-1)
-    fits = np.maximum(whole[1] - whole[0], 2 * whole[2]) <= 2 * extent
-    low, high, up = (np.where(fits, a, b) for a, b in zip(whole, (low, high, up)))
     middle = np.median(extent)
     shared = (extent <= 4 * middle) & (extent >= middle / 4)
     frames = []
-    common = (low[shared].min(), high[shared].max(), up[shared].max())
-    for layer, one in enumerate(zip(low, high, up)):
-        least, most, top = common if shared[layer] else one
+    for layer in range(len(values)):
+        among = values[shared] if shared[layer] else values[layer]
+        least, most, top = _central(among)
+        size = max(most - least, 2 * top) / 4
+        near = among[
+            (among.real >= least - size)
+            & (among.real <= most + size)
+            & (np.abs(among.imag) <= top + size)
+        ]
+        least, most, top = near.real.min(), near.real.max(), np.abs(near.imag).max()
         size = max(most - least, 2 * top) or 1.0
         least, most, top = least - size / 8, most + size / 8, top + size / 8
         # Neither flat nor tall: a picture is at most square and at least half as high as wide.
@@ -201,14 +216,20 @@ def _frames(values: np.ndarray) -> list[tuple[tuple[float, float, float], bool]]
     return frames
 
 
+def _central(values: np.ndarray) -> tuple[float, float, float]:
+    low, high = np.quantile(values.real, [0.01, 0.99])
+    return low, high, np.quantile(np.abs(values.imag), 0.98)
+
+
 def _draw_rank(doc: Mapping[str, Any], theme: str) -> Figure:
     lines = doc["spectra"]["rank"]["lines"]
     parts = [
         plotting.Pair(
             KEEPS[source][0],
+            source if source in CONTROLS else "",
             line["keeps"],
-            np.array(line["before"], float),
-            np.array(line["after"], float),
+            over_draws(line["before"]),
+            over_draws(line["after"]),
         )
         for source, line in lines.items()
     ]
@@ -218,11 +239,10 @@ def _draw_rank(doc: Mapping[str, Any], theme: str) -> Figure:
     width = doc["model"]["width"]
     plotting.pairs(
         figure,
-        1 + np.arange(len(parts[0].before)),
         parts,
         theme=theme,
         title=RANK.title,
-        label=RANK.label,
+        label=f"{RANK.label}  (log scale)",
         before="as it is",
         after="non-normality removed",
         limits=(least / 1.15, 1.1 * width),
@@ -340,13 +360,27 @@ def _cards(doc: Mapping[str, Any]) -> str:
             f'<div><p class="what">{measure["title"]}{part}</p><p class="value">{ends}</p>'
             f'<p class="where">{shown(key)}, {span}</p></div>'
         )
+    if doc["spectra"] is not None:
+        lines = doc["spectra"]["rank"]["lines"]
+        drawn = np.array([over_draws(lines[source]["gain"])[:, -1] for source in CONTROLS])
+        span = f"random controls {_html_number(drawn.min())} to {_html_number(drawn.max())}"
+        cards.append(
+            '<div><p class="what">Rank gain, non-normality removed</p><p class="value">'
+            f"<span>× </span>{_html_number(lines['model']['gain'][0][-1])}</p>"
+            f'<p class="where">{span if np.isfinite(drawn).all() else "over all layers"}</p></div>'
+        )
     return "".join(cards)
 
 
 def _spectra(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
     spectra = doc["spectra"]
     if spectra is None:
-        return ""
+        return """<section>
+<h2>Local linear dynamics</h2>
+<p class="prose">The spectra of the layers’ Jacobians were left out; the same command without
+<code>--no-spectra</code> adds them here.</p>
+</section>
+"""
     width, place = doc["model"]["width"], spectra["token"]
     frames = _frames(_eigenvalues(doc, "model"))
     own = [str(layer) for layer, (_, shared) in enumerate(frames, 1) if not shared]
@@ -355,14 +389,24 @@ def _spectra(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[s
         if own
         else "All layers have one scale."
     )
+    values = _eigenvalues(doc, "model")
+    beyond = any(
+        (one.real < low).any() or (one.real > high).any() or (np.abs(one.imag) > up).any()
+        for one, ((low, high, up), _) in zip(values, frames)
+    )
+    triangles = (
+        " A triangle on an edge stands for eigenvalues of this model beyond it, +<i>n</i> for how "
+        "many there are."
+        if beyond
+        else ""
+    )
     eigenvalues = Measure(
         "Eigenvalues of the layers’ Jacobians", "", "", "",
         f"det( {_LAYER_J} − <i>λ I</i> ) = 0, &ensp;{_LAYER_J} = ∂<i>h<sub>l</sub></i> / "
         "∂<i>h<sub>l</sub></i><sub>−1</sub>",
         f"{width} eigenvalues a layer in the complex plane, with the unit circle and the real "
         "axis; a layer that did nothing would have all of them at 1. Behind them in grey, the same "
-        f"architecture untrained, as far as it lies within. {scale} A triangle on an edge stands "
-        "for eigenvalues of this model beyond it, +<i>n</i> for how many there are.",
+        f"architecture untrained, as far as it lies within. {scale}{triangles}",
         "Definition; Fernando and Guitchounts, arXiv 2605.14258",
     )  # fmt: skip
     top = spectra["top"]
@@ -373,6 +417,7 @@ def _spectra(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[s
         f"{chance if top > 1 else f'<i>k</i> = 1 of {width} directions, by chance '}"
         f"{_html_number(top / width)}."
     )
+    draws = f"{spectra['draws']} draw{'s' * (spectra['draws'] > 1)}"
     figures = []
     for key in SPECTRA:
         measure = SPECTRA[key]
@@ -380,20 +425,28 @@ def _spectra(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[s
             measure = measure._replace(meaning=alignment)
         figures.append(_image(key, measure, light[key], dark[key]))
     rank = RANK._replace(
-        meaning=f"{RANK.meaning} <b>Random factors recover as well</b>, so the gain alone says "
-        "nothing about training: only its difference from the controls does. Each control draws "
-        "every factor anew and keeps what stands above it; the random bases without their "
-        "departure are normal matrices with this model’s eigenvalues in Haar bases. Grey lines "
-        "repeat this model."
+        meaning=f"{RANK.meaning} <b>The removal changes random factors as well</b>, so its effect "
+        "alone says nothing about training: only a difference from every control can. Each control "
+        f"draws every factor anew, {draws}, and keeps what stands above it; lines are medians and "
+        "bands hold all draws. <i>U</i>, <i>V</i> and <i>Q</i> are random orthogonal matrices "
+        "(Haar), <i>G</i> is Gaussian less its trace, <i>λ</i> and <i>σ</i> are eigenvalues and "
+        "singular values, <i>R</i> = <i>J</i> − <i>I</i> is the update. "
+        "<code>haar_similarity</code> without its departure has the law of <code>haar_basis</code>,"
+        " which is therefore not shown. Grey lines, in all pictures but the first, repeat this "
+        "model."
     )
+    piece = html.escape(doc["pieces"][place])
+    piece = f"“{piece}”" if doc["text"] is not None else f"id {piece}"
     return f"""<section>
 <h2>Local linear dynamics</h2>
 <p class="prose">What a layer does to a small change of one token’s state: the Jacobian
-{_LAYER_J} of layer <i>l</i> at token {place + 1}, “{html.escape(doc["pieces"][place])}”, with
-the other tokens’ states before the layer held. Much of what such spectra show, matrices of noise
-show too. So dotted lines are what a Gaussian matrix of the same width and norm gives, dashed lines
-the same architecture untrained on the same text (seed {spectra["seed"]}): only what differs from
-both is a finding.</p>
+{_LAYER_J} of layer <i>l</i> at token {place + 1}, {piece}, with the other tokens’ states before the
+layer held. Much of what such spectra show, matrices of noise show too. So three companions stand
+beside each measure: dotted, a Gaussian matrix of the same width and norm; with hollow markers, the
+identity and Gaussian noise with the layer’s trace, |<i>R</i>| and |<i>J</i>|, where <i>R</i> =
+<i>J</i> − <i>I</i> (<code>random_update</code>, mean over {draws}), the closer one for layers near
+the identity; dashed, the same architecture untrained on the same text (one draw). Only what differs
+from all of them can be a finding. The seed is {spectra["seed"]}.</p>
 {_image("eigenvalues", eigenvalues, light["eigenvalues"], dark["eigenvalues"], wide=True)}
 <div class="figures">
 {"".join(figures)}
@@ -401,9 +454,9 @@ both is a finding.</p>
 {_image("rank", rank, light["rank"], dark["rank"], wide=True)}
 <h3>After the last layer</h3>
 <div class="scroll">{_rank_table(doc)}</div>
-<h3>By layer</h3>
+<h3>Spectra by layer</h3>
 <div class="scroll">{_html_rows(spectral_columns(doc), _layers(doc)[1:])}</div>
-<details><summary>Every measure: this model, untrained, Gaussian, excess</summary>
+<details><summary>Every measure of this model and its companions</summary>
 {_all_spectra(doc)}
 </details>
 </section>
@@ -415,9 +468,12 @@ _LAYER_J = "<i>J<sub>l</sub></i>"
 
 def _rank_table(doc: Mapping[str, Any]) -> str:
     rows = "".join(
-        f'<tr><th scope="row" class="words">{html.escape(KEEPS[source][0])}</th><td class="words">'
-        f"{html.escape(line['keeps'])}</td>"
-        + "".join(f"<td>{_html_number(line[k][-1])}</td>" for k in ("before", "after", "gain"))
+        f'<tr><th scope="row" class="words">{html.escape(KEEPS[source][0])}'
+        f"{f'<br><code>{source}</code>' if source in CONTROLS else ''}</th>"
+        f'<td class="words">{html.escape(line["keeps"])}</td>'
+        + "".join(
+            f"<td>{ranged(*over_draws(line[k])[:, -1])}</td>" for k in ("before", "after", "gain")
+        )
         + "</tr>"
         for source, line in doc["spectra"]["rank"]["lines"].items()
     )
@@ -429,6 +485,14 @@ def _rank_table(doc: Mapping[str, Any]) -> str:
     )
 
 
+_FIELDS = {
+    "model": "this model",
+    "gaussian": "Gaussian",
+    "random_update": "identity + Gaussian",
+    "deviation": "Gaussian sd",
+}
+
+
 def _all_spectra(doc: Mapping[str, Any]) -> str:
     spectra, blocks = doc["spectra"], []
     for measure in spectra["measures"].values():
@@ -437,12 +501,17 @@ def _all_spectra(doc: Mapping[str, Any]) -> str:
             blocks.append((measure["title"] + part, measure["unit"], line))
     rank = spectra["rank"]
     for source, line in rank["lines"].items():
-        values = {field: values for field, values in line.items() if field != "keeps"}
-        blocks.append((f"{rank['title']} — {KEEPS[source][0]}", rank["unit"], values))
+        named = f"{KEEPS[source][0]} ({source})" if source in CONTROLS else KEEPS[source][0]
+        values = {
+            f"{field} {draw}" if len(line[field]) > 1 else field: one
+            for field in ("before", "after", "gain")
+            for draw, one in enumerate(line[field], 1)
+        }
+        blocks.append((f"{rank['title']} — {named}", rank["unit"], values))
     return "".join(
         f"<h3>{html.escape(title)} <small>{html.escape(unit)}</small></h3>"
         '<div class="scroll">'
-        + _html_rows([(field, "", values) for field, values in line.items()], _layers(doc)[1:])
+        + _html_rows([(_FIELDS.get(f, f), "", v) for f, v in line.items()], _layers(doc)[1:])
         + "</div>"
         for title, unit, line in blocks
     )
@@ -577,11 +646,11 @@ p.prose { margin: 0 0 26px; color: var(--soft); }
 .tokens span { border-bottom: 1.5px solid transparent; }
 .tokens span:nth-child(even) { border-color: var(--accent); }
 .tokens span:nth-child(odd) { border-color: color-mix(in srgb, var(--soft) 45%, transparent); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(225px, 1fr)); gap: 16px; }
-.cards > div { padding: 16px 20px; border: 1px solid var(--rule); border-radius: 8px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(196px, 1fr)); gap: 14px; }
+.cards > div { padding: 16px 18px; border: 1px solid var(--rule); border-radius: 8px; }
 .cards p { margin: 0; }
 .what { font-size: 14px; }
-.value { font-size: 25px; line-height: 1.5; font-weight: 600; letter-spacing: -.01em;
+.value { font-size: 21px; line-height: 1.5; font-weight: 600; letter-spacing: -.01em;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 .value span { color: var(--soft); font-weight: 400; }
 .where { font-size: 13px; color: var(--soft); }

@@ -51,6 +51,8 @@ class Series(NamedTuple):
         low, high: (points,) the edges of the band around it.
         companion: (points,) a thin dashed line of the same colour.
         noise: (points,) a dotted line, what a random matrix gives.
+        spread: (points,) half the height of a band around `noise`.
+        update: (points,) a thin line with hollow markers, what the identity and noise give.
     """
 
     label: str
@@ -60,6 +62,8 @@ class Series(NamedTuple):
     high: np.ndarray | None = None
     companion: np.ndarray | None = None
     noise: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    update: np.ndarray | None = None
 
 
 def style(theme: str) -> dict[Any, Any]:
@@ -120,6 +124,7 @@ def over_depth(
     scale: str | float = "linear",
     level: tuple[str, float] | None = None,
     companion: str = "first token",
+    first: int = 0,
 ) -> Axes:
     """Lines over depth, each with its band and its companions, on axes of a `style`.
 
@@ -132,17 +137,27 @@ def over_depth(
             within +-s and logarithmic beyond.
         level: the name and height of a horizontal line to compare with.
         companion: the name of the dashed companions.
+        first: where the horizontal axis begins, 1 for what only layers have.
     """
     tone = THEMES[theme]
+    hollow: dict[str, Any] = dict(lw=0.9, mfc=tone["paper"], mew=0.9, ms=5.2)
     dotted: dict[str, Any] = dict(color=tone["pale"], lw=1.2, ls=(0, (1, 1)))
     for one in series:
         colour = COLOURS[theme][one.hue]
         if one.low is not None and one.high is not None:
             axes.fill_between(depth, one.low, one.high, color=colour, alpha=0.17, lw=0)
+        if one.noise is not None and one.spread is not None:
+            low, high = one.noise - one.spread, one.noise + one.spread
+            axes.fill_between(depth, low, high, color=tone["pale"], alpha=0.17, lw=0)
         if one.noise is not None:
             axes.plot(depth, one.noise, **dotted | ({"color": colour} if len(series) > 1 else {}))
         if one.companion is not None:
             axes.plot(depth, one.companion, color=colour, lw=1, ls=(0, (4, 2)), alpha=0.8)
+        if one.update is not None:
+            axes.plot(
+                depth, one.update, color=colour, marker=MARKERS[one.hue],
+                markevery=-(-len(depth) // 40), alpha=0.8, **hollow,
+            )  # fmt: skip
         axes.plot(
             depth,
             one.line,
@@ -152,11 +167,19 @@ def over_depth(
             markeredgewidth=0,
         )
     if level is not None:
-        axes.axhline(level[1], **dotted | {"ls": (0, (6, 1.5, 1, 1.5))}, label=level[0])
+        name, height = level
+        dashes = dict(ls=(0, (6, 1.5, 1, 1.5)))
+        axes.axhline(height, **dotted | dashes, label=None if first else name)
+        if first:  # the legend is full
+            place = axes.get_yaxis_transform()
+            axes.text(1, height, f"{name}\n", transform=place, ha="right", va="center", size=8)
     if any(one.companion is not None for one in series):
         axes.plot([], [], color=tone["pale"], lw=1, ls=(0, (4, 2)), label=companion)
     if any(one.noise is not None for one in series):
-        axes.plot([], [], **dotted, label="Gaussian matrix")
+        band = any(one.spread is not None for one in series)
+        axes.plot([], [], **dotted, label="Gaussian ± 2 sd" if band else "Gaussian")
+    if any(one.update is not None for one in series):
+        axes.plot([], [], color=tone["pale"], marker="o", **hollow, label="identity + Gaussian")
     if isinstance(scale, float):
         axes.set_yscale("symlog", linthresh=scale, linscale=2)
         note = f"linear within ±{scale:g}"
@@ -169,23 +192,35 @@ def over_depth(
     if scale == "log":
         _log_ticks(axes)
     axes.set_title(title)
-    axes.set_xlabel("depth (layers)")
     axes.set_ylabel(label)
-    axes.set_xlim(-0.02 * depth[-1], 1.02 * depth[-1])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if first:
+        _layers(axes, depth[-1], 12)
+    else:
+        axes.set_xlabel("depth (layers)")
+        axes.set_xlim(-0.02 * depth[-1], 1.02 * depth[-1])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
-        ncols=4,
+        ncols=6,
         borderaxespad=0.6,
         handlelength=1.8,
-        columnspacing=1.4,
+        columnspacing=1.2,
         handletextpad=0.5,
         borderpad=0,
     )
     return axes
+
+
+def _layers(axes: Axes, last: int, most: int) -> None:
+    """A horizontal axis of the layers 1 .. last, with at most about so many numbers."""
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 10**9) if last <= most * s)
+    axes.set_xticks(range(1, last + 1, step) if step < 5 else [1, *range(step, last + 1, step)])
+    edge = 0.02 * (last - 1) or 0.5
+    axes.set_xlim(1 - edge, last + edge)
+    axes.set_xlabel("layer")
 
 
 def _log_ticks(axes: Axes) -> None:
@@ -238,7 +273,11 @@ def spectra(
     tone, (blue, vermilion, *_) = THEMES[theme], COLOURS[theme]
     columns = next(n for most, n in ((3, 3), (8, 4), (18, 6), (10**9, 8)) if len(layers) <= most)
     rows = -(-len(layers) // columns)
-    gap_x, gap_y, left, right, top, bottom, width = 0.33, 0.44, 0.62, 0.12, 1.0, 0.52, WIDE
+    # Numbers on every picture, or only on the outermost where they are the same.
+    every = not all(one.shared for one in layers)
+    gap_x, gap_y, left, right, top, bottom, width = 0.2, 0.4, 0.62, 0.12, 1.0, 0.52, WIDE
+    if every:
+        gap_x, gap_y = 0.46, 0.52
     side = (width - left - right - gap_x * (columns - 1)) / columns
     shared = next(one.frame for one in layers if one.shared)
     some_outside = False
@@ -265,12 +304,12 @@ def spectra(
         axes.axhline(0, color=tone["pale"], lw=0.7, zorder=1, alpha=0.6)
         axes.add_patch(Circle((0, 0), 1, fill=False, ec=tone["pale"], lw=0.9, zorder=1))
         axes.plot(
-            one.behind.real, one.behind.imag, "o", ms=dot, mew=0, color=tone["pale"], alpha=0.55,
-            zorder=2,
+            one.behind.real, one.behind.imag, "o", ms=0.7 * dot, mew=0, color=tone["pale"],
+            alpha=0.6, zorder=2,
         )  # fmt: skip
         real, imag = one.values.real, one.values.imag
         inside = (real >= low) & (real <= high) & (np.abs(imag) <= up)
-        axes.plot(real[inside], imag[inside], "o", ms=dot, mew=0, color=blue, alpha=0.8, zorder=3)
+        axes.plot(real[inside], imag[inside], "o", ms=dot, mew=0, color=blue, alpha=0.75, zorder=3)
         for marker, side_of in (
             ("<", real < low), (">", real > high),
             ("^", (imag > up) & (real >= low) & (real <= high)),
@@ -289,23 +328,22 @@ def spectra(
         axes.set_title(f"layer {place + 1}", **small)
         if outside:
             axes.set_title(f"+{outside}", loc="right", color=vermilion, **small)
-        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(5 if side > 1.4 else 2, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10], symmetric=True))
         axes.xaxis.set_major_formatter(PLAIN)
         axes.yaxis.set_major_formatter(PLAIN)
         axes.tick_params(length=2, pad=1.5, labelsize=7.5)
         last = place + columns >= len(layers)
-        first = column == 0 or not any(other.shared for other in layers[place - column : place])
-        axes.tick_params(labelleft=first or not one.shared, labelbottom=last or not one.shared)
+        axes.tick_params(labelleft=every or column == 0, labelbottom=every or last)
         if column == 0:
             axes.set_ylabel(r"Im $\lambda$", size=8.5, labelpad=2)
         if last:
             axes.set_xlabel(r"Re $\lambda$", size=8.5, labelpad=2)
     handles = [
         Line2D([], [], ls="", marker="o", ms=4, mew=0, color=blue, label="this model"),
-        Line2D([], [], ls="", marker="o", ms=4, mew=0, color=tone["pale"], label=behind),
+        Line2D([], [], ls="", marker="o", ms=2.6, mew=0, color=tone["pale"], label=behind),
         Line2D([], [], ls="", marker="o", ms=7, mfc="none", mec=tone["pale"],
-               label=r"unit circle $|\lambda|=1$"),
+               label=r"unit circle $|\,\lambda\,|=1$"),
     ]  # fmt: skip
     if not all(one.shared for one in layers):
         handles.append(
@@ -319,14 +357,15 @@ def spectra(
 
 
 class Pair(NamedTuple):
-    """A quantity over depth before and after something is done.
+    """A quantity over layers before and after something is done.
 
     Arguments:
-        title, note: its name, and a line below it.
-        before, after: (points,).
+        title, code, note: its name, its name in code, and a line below.
+        before, after: (3, points): the least, the median and the largest of the draws.
     """
 
     title: str
+    code: str
     note: str
     before: np.ndarray
     after: np.ndarray
@@ -334,7 +373,6 @@ class Pair(NamedTuple):
 
 def pairs(
     figure: Figure,
-    depth: np.ndarray,
     parts: Sequence[Pair],
     *,
     theme: str,
@@ -347,7 +385,6 @@ def pairs(
     """Pictures of pairs of lines on common axes, the first pair repeated in grey in the others.
 
     Arguments:
-        depth: (points,) in layers.
         theme: "light" or "dark".
         title, label: of the whole and of the vertical axes, which are logarithmic.
         before, after: the names of the lines.
@@ -360,6 +397,8 @@ def pairs(
     side, tall = (width - left - right - gap_x * (columns - 1)) / columns, 1.85
     height = top + bottom + rows * tall + (rows - 1) * gap_y
     figure.set_size_inches(width, height)
+    depth = np.arange(1, 1 + parts[0].before.shape[-1])
+    ranges = any((one.before[0] < one.before[2]).any() for one in parts)
     for place, one in enumerate(parts):
         row, column = divmod(place, columns)
         axes = figure.add_axes(
@@ -372,31 +411,33 @@ def pairs(
         )
         marked = len(depth) <= 40
         if place:
-            for values, dash in ((parts[0].before, "-"), (parts[0].after, (0, (3, 1.5)))):
+            for values, dash in ((parts[0].before[1], "-"), (parts[0].after[1], (0, (3, 1.5)))):
                 axes.plot(depth, values, color=tone["pale"], lw=1.1, ls=dash, alpha=0.75)
-        axes.fill_between(depth, one.before, one.after, color=tone["pale"], alpha=0.13, lw=0)
-        for values, colour, marker in (
+        for (least, values, largest), colour, marker in (
             (one.before, blue, MARKERS[0]),
             (one.after, vermilion, MARKERS[1]),
         ):
+            axes.fill_between(depth, least, largest, color=colour, alpha=0.25, lw=0)
             axes.plot(depth, values, color=colour, marker=marker if marked else None, mew=0, ms=3.2)
         axes.set_yscale("log")
         axes.set_ylim(*limits)
         _log_ticks(axes)
         axes.yaxis.set_major_formatter(PLAIN)
         axes.yaxis.set_minor_formatter(NullFormatter())
-        edge = 0.02 * depth[-1] if len(depth) > 1 else 0.5
-        axes.set_xlim(depth[0] - edge, depth[-1] + edge)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        _layers(axes, depth[-1], 8)
         axes.grid(axis="y")
         axes.set_axisbelow(True)
         axes.tick_params(labelleft=column == 0, labelbottom=place + columns >= len(parts))
         axes.set_title(one.title, size=9.5, pad=18)
+        axes.set_title(
+            one.code, loc="right", size=8, pad=18, weight="normal", family="monospace",
+            color=tone["pale"],
+        )  # fmt: skip
         axes.text(0, 1.035, one.note, transform=axes.transAxes, size=8.5, color=tone["pale"])
         if column == 0:
             axes.set_ylabel(label)
-        if place + columns >= len(parts):
-            axes.set_xlabel("depth (layers)")
+        if place + columns < len(parts):
+            axes.set_xlabel("")
     shape: dict[str, Any] = dict(mew=0, ms=4)
     handles = [
         Line2D([], [], color=blue, marker=MARKERS[0], label=before, **shape),
@@ -405,6 +446,10 @@ def pairs(
         Line2D([], [], color=tone["pale"], lw=1.1, ls=(0, (3, 1.5)),
                label=f"{parts[0].title}, {after}"),
     ]  # fmt: skip
+    if ranges:
+        handles.append(
+            Line2D([], [], color=blue, lw=6, alpha=0.25, solid_capstyle="butt", label="all draws")
+        )
     _headline(figure, title, handles)
 
 

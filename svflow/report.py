@@ -25,6 +25,7 @@ numbers:
         token       whose Jacobians, its place from 0
         scope       "frozen"
         seed        of the untrained model and of the controls
+        draws       of each control
         top         k, how many singular directions the alignments compare
         on_host     whether LAPACK on the host computed the eigenvalues
         resolution  1 / eps of the Jacobians' type: condition numbers above it are rounding
@@ -33,16 +34,20 @@ numbers:
             start   1: the first entry is of layer 1
             lines   by name, lists over layers: model; untrained, the same architecture and ids;
                     gaussian, the expectation for a Gaussian matrix of the same width and norm as
-                    the model's; excess, model - gaussian. null for what is infinite, or does not
-                    exist as the forward alignment of the last layer
+                    the model's; random_update, the mean over the draws of that control, the
+                    identity and Gaussian noise (the geometric mean of a condition number). Of the
+                    complex fraction also excess, model - gaussian, and deviation, the standard
+                    deviation of a Gaussian matrix's. null for what is infinite, or does not exist
+                    as the forward alignment of the last layer
         eigenvalues model and untrained: by layer, the [re, im] of every eigenvalue by decreasing
                     modulus, in the shortest digits that tell it from its neighbours in its type.
                     They are most of the file: 32 layers of width 4096 take about 12 MB
         rank        the effective rank of the partial products J_l ... J_1:
             title, unit, start
             lines   by source (`svflow.spectra.panel.SOURCES`): keeps, what it has in common with
-                    the model; and lists over layers: before and after the removal of every
-                    factor's departure from normality, and gain, after / before
+                    the model; and lists over draws, one of them of the model and the untrained, of
+                    lists over layers: before and after the removal of every factor's departure from
+                    normality, and gain, after / before
 """
 
 # The page is typeset: its dashes, minus signs, primes and Greek letters are meant.
@@ -61,6 +66,7 @@ import numpy as np
 
 from svflow.models.transformer import Transformer
 from svflow.portrait import Portrait, loss_absent, summary
+from svflow.spectra import ginibre
 from svflow.spectra.panel import CONTROLS, Panel
 
 FORMAT = "svflow portrait 2"
@@ -114,7 +120,7 @@ MEASURES = {
     "tangential": Measure(
         "Tangential part",
         "root mean square per coordinate",
-        r"$\|P_x v\|\,/\,\sqrt{d}$  (rms per coordinate)",
+        r"$\|\,P_x v\,\|\;/\;\sqrt{d}$  (rms per coordinate)",
         "tangent",
         "‖<i>P<sub>x</sub> v</i>‖ / √<i>d</i>, &ensp;<i>P<sub>x</sub> v</i> = <i>v</i> − "
         "<i>c x</i>",
@@ -145,7 +151,7 @@ MEASURES = {
     "refined": Measure(
         "Distance to the refined flow",
         "relative to the norm of the state",
-        r"$\|h_l - y_l\|\,/\,\|h_l\|$",
+        r"$\|\,h_l - y_l\,\|\;/\;\|\,h_l\,\|$",
         "refined",
         "‖<i>h<sub>l</sub></i> − <i>y<sub>l</sub></i>‖ / ‖<i>h<sub>l</sub></i>‖",
         "",
@@ -175,14 +181,16 @@ SPECTRA = {
         "#{ <i>i</i> : |Im <i>λ<sub>i</sub></i>| &gt; 10<sup>−6</sup> |<i>λ<sub>i</sub></i>| } / "
         "<i>d</i>",
         "How many eigenvalues come in rotating pairs. Nearly all do in a matrix of noise, about "
-        "1 − √(2 / π<i>d</i>): read the excess over it, not the share.",
+        "1 − √(2 / π<i>d</i>): read the excess over it, not the share. The band is two standard "
+        "deviations of a Gaussian matrix’s share to either side.",
         f"{_MEASURE_SOURCE}. Expectation: Edelman, Kostlan and Shub, How many eigenvalues of a "
-        "random matrix are real?, 1994",
+        "random matrix are real?, 1994; deviation: Forrester and Nagao, Eigenvalue statistics of "
+        "the real Ginibre ensemble, 2007",
     ),
     "spectral_radius": Measure(
         "Spectral radius",
         "dimensionless",
-        r"$\max\,|\lambda|$",
+        r"$\max\;|\,\lambda\,|$",
         "radius",
         "max |<i>λ<sub>i</sub></i>|",
         "The growth of the fastest eigendirection, were the layer applied again and again.",
@@ -237,14 +245,15 @@ SPECTRA = {
         "mean squared cosine",
         "align",
         "‖<i>U<sub>k</sub></i><sup>T</sup> <i>V<sub>k</sub></i>‖<sup>2</sup> / <i>k</i>, &ensp;"
-        "‖<i>U<sub>k</sub></i><sup>T</sup> <i>V</i>′<i><sub>k</sub></i>‖<sup>2</sup> / <i>k</i>",
+        "‖<i>U<sub>k</sub></i><sup>T</sup> <i>V</i>&thinsp;′<sub><i>k</i></sub>‖<sup>2</sup> / "
+        "<i>k</i>",
         "",
         f"{_MEASURE_SOURCE}. Expectation <i>k</i> / <i>d</i>, derived here",
     ),
     "update_ratio": Measure(
         "Weight of the update",
         "ratio of norms",
-        r"$\|J-I\|\,/\,\|J\|$",
+        r"$\|\;J-I\;\|\;/\;\|\;J\;\|$",
         "|R|/|J|",
         "‖<i>R</i>‖ / ‖<i>J</i>‖, &ensp;<i>R</i> = <i>J</i> − <i>I</i>",
         "How much of the layer’s derivative is not the identity of the residual stream. Noise is "
@@ -262,10 +271,12 @@ RANK = Measure(
     "exp( − Σ <i>p<sub>i</sub></i> log <i>p<sub>i</sub></i> ), &ensp;<i>p<sub>i</sub></i> = "
     "<i>σ<sub>i</sub></i> / Σ <i>σ<sub>j</sub></i>, &ensp;<i>σ</i> of <i>J<sub>l</sub></i> ⋯ "
     "<i>J</i><sub>1</sub>",
-    "How many directions of the first state are still told apart after <i>l</i> layers, with the "
-    "layers’ Jacobians as they are, and with the departure from normality removed from each: "
-    "<i>J</i> = <i>Z</i> (<i>D</i> + <i>N</i>) <i>Z</i><sup>T</sup> becomes <i>Z D "
-    "Z</i><sup>T</sup>, which has the same eigenvalues.",
+    "How evenly the product of the first <i>l</i> layers’ Jacobians stretches, as a number of "
+    "directions: the width where every <i>σ</i> is the same, 1 where one outweighs the rest. It is "
+    "an entropy, no count: small <i>σ</i> still tell directions apart. Once with the Jacobians as "
+    "they are, and once with the departure from normality removed from each: <i>J</i> = <i>Z</i> "
+    "(<i>D</i> + <i>N</i>) <i>Z</i><sup>T</sup> becomes <i>Z D Z</i><sup>T</sup>, which has the "
+    "same eigenvalues.",
     "Effective rank: Roy and Vetterli, EUSIPCO 2007; removal: Fernando and Guitchounts, arXiv "
     "2605.14258; real Schur form: Golub and Van Loan, Matrix Computations; controls derived here",
 )
@@ -273,19 +284,10 @@ RANK = Measure(
 KEEPS = {
     "model": ("this model", "J, the factors themselves"),
     "untrained": ("untrained", "the same architecture and text"),
-    "haar_similarity": (
-        "random bases",
-        "Q J Qᵀ: each factor’s λ, σ and departure",
-    ),
+    "haar_similarity": ("random bases", "Q J Qᵀ: each factor’s λ, σ and departure"),
     "haar_factors": ("random directions", "U Σ Vᵀ: each factor’s σ"),
-    "haar_update": (
-        "identity + random directions",
-        "I + U Σ Vᵀ: each update’s σ",
-    ),
-    "random_update": (
-        "identity + Gaussian",
-        "(1 + τ) I + G: each factor’s trace, |R| and |J|",
-    ),
+    "haar_update": ("identity + random directions", "I + U Σ Vᵀ: each update’s σ"),
+    "random_update": ("identity + Gaussian", "(tr J / d) I + G: each factor’s trace, |R| and |J|"),
 }
 """The name of each source of a product, and what of the model it keeps."""
 
@@ -364,32 +366,38 @@ def document(
 def spectral_document(panel: Panel) -> dict[str, Any]:
     """The document's `spectra`."""
     gaussian, excess = panel.model.ginibre, panel.model.excess
-    measures = {}
+    measures: dict[str, dict[str, Any]] = {}
     for key, measure in SPECTRA.items():
         spectral = {
             line: dict(
                 model=_numbers(np.asarray(getattr(panel.model, name))),
                 untrained=_numbers(np.asarray(getattr(panel.untrained, name))),
                 gaussian=_numbers(np.where(np.isnan(excess[name]), np.nan, gaussian[name])),
-                excess=_numbers(excess[name]),
+                random_update=_numbers(_mean(key, np.asarray(getattr(panel.random_update, name)))),
             )
             for line, name in scalars(key).items()
         }
         measures[key] = dict(title=measure.title, unit=measure.unit, start=1, lines=spectral)
+    layers, width = panel.model.singular_values.shape
+    deviation = ginibre.complex_fraction_deviation(width)
+    measures["complex_fraction"]["lines"]["layer"].update(
+        excess=_numbers(excess["complex_fraction"]), deviation=[deviation] * layers
+    )
     lines: dict[str, dict[str, Any]] = {
         source: dict(
             keeps=KEEPS[source][1],
-            before=_numbers(before),
-            after=_numbers(after),
-            gain=_numbers(after / before),
+            before=[_numbers(one) for one in pairs[:, 0]],
+            after=[_numbers(one) for one in pairs[:, 1]],
+            gain=[_numbers(one) for one in pairs[:, 1] / pairs[:, 0]],
         )
-        for source, (before, after) in panel.effective_rank.items()
+        for source, pairs in panel.effective_rank.items()
     }
     kind = panel.model.singular_values.dtype
     return dict(
         token=panel.token,
         scope="frozen",
         seed=panel.seed,
+        draws=len(panel.effective_rank[CONTROLS[0]]),
         top=panel.model.top,
         on_host=panel.model.on_host,
         resolution=float(1 / np.finfo(kind).eps),
@@ -404,6 +412,17 @@ def spectral_document(panel: Panel) -> dict[str, Any]:
 def scalars(key: str) -> dict[str, str]:
     """By the line of a measure in `SPECTRA`, its field of `Measures`."""
     return _SCALARS.get(key, {"layer": key})
+
+
+def _mean(key: str, drawn: np.ndarray) -> np.ndarray:
+    """Over the draws; geometric where the expectation itself is infinite."""
+    return np.exp(np.log(drawn).mean(0)) if key == "condition_number" else drawn.mean(0)
+
+
+def over_draws(values: Sequence[Sequence[float | None]]) -> np.ndarray:
+    """(3, layers) of lists over draws: the least, the median and the largest; nan for a null."""
+    drawn = np.array(values, float)
+    return np.stack([drawn.min(0), np.median(drawn, 0), drawn.max(0)])
 
 
 def _pairs(values) -> list[list[list[float]]]:
@@ -493,6 +512,12 @@ def number(value: float | None) -> str:
     return f"{value:.{digits}f}"
 
 
+def ranged(least: float, median: float, largest: float) -> str:
+    """A median and, of more than one value, the range around it."""
+    span = f" ({number(least)}–{number(largest)})" if largest > least else ""
+    return f"{number(median if math.isfinite(median) else None)}{span}"
+
+
 def spectral_columns(doc: Mapping[str, Any]) -> list[tuple[str, str, list[float | None]]]:
     """As `columns`, of the spectra: a value per layer, none for the embedding."""
     measures = doc["spectra"]["measures"]
@@ -511,8 +536,8 @@ def spectral_columns(doc: Mapping[str, Any]) -> list[tuple[str, str, list[float 
         column("expanding", "singular values", under="σ"),
         column("henrici_departure"),
         column("update_ratio"),
-        (RANK.short, "before", rank["before"]),
-        (RANK.short, "after", rank["after"]),
+        (RANK.short, "before", rank["before"][0]),
+        (RANK.short, "after", rank["after"][0]),
     ]
 
 
@@ -604,24 +629,41 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
 
 def _spectral_notes(doc: Mapping[str, Any]) -> list[str]:
     spectra, width = doc["spectra"], doc["model"]["width"]
-    share = spectra["measures"]["complex_fraction"]["lines"]["layer"]["gaussian"][0]
+    noise = spectra["measures"]["complex_fraction"]["lines"]["layer"]
+    draws = f"{spectra['draws']} draw{'s' * (spectra['draws'] > 1)}"
     found = [
-        f"Spectra are of each layer’s {width} x {width} Jacobian at token {spectra['token'] + 1}, "
-        "the other tokens’ states before the layer held. A Gaussian matrix of that width and norm, "
-        "and the same architecture untrained on the same ids, stand beside every measure; excess "
-        f"is over the former, of whose eigenvalues a share of {number(share)} is complex. Draws "
-        f"are single, with seed {spectra['seed']}.",
+        f"Spectra are of each layer’s {width} × {width} Jacobian at token {spectra['token'] + 1}, "
+        "the other tokens’ states before the layer held. Beside every measure stand a Gaussian "
+        "matrix of that width and norm; the identity and Gaussian noise with the layer’s trace, "
+        f"|R| and |J| (random_update, mean over {draws}); and the same architecture untrained on "
+        f"the same ids (one draw). Seed {spectra['seed']}.",
+        "Excess is over the Gaussian matrix, of whose eigenvalues a share of "
+        f"{number(noise['gaussian'][0])} is complex, with a standard deviation of "
+        f"{number(noise['deviation'][0])}.",
     ]
-    lines = spectra["rank"]["lines"]
-    gains = {source: line["gain"][-1] for source, line in lines.items()}
-    controls = [gains[source] for source in CONTROLS if gains[source] is not None]
-    if gains["model"] is not None and controls:
+    gains = {
+        source: over_draws(line["gain"])[:, -1] for source, line in spectra["rank"]["lines"].items()
+    }
+    own = gains["model"][1]
+    drawn = np.array([gains[source] for source in CONTROLS])
+    if math.isfinite(own) and np.isfinite(drawn).all():
+        least, largest = drawn.min(), drawn.max()
+        one = spectra["rank"]["lines"]["model"]["gain"][0]
+        alone = f" (after layer 1 alone by {number(one[0])})" if len(one) > 1 and one[0] else ""
+        each = ", ".join(f"{source} {ranged(*gains[source])}" for source in CONTROLS)
+        # A product of one factor is the same for some controls, to rounding.
+        placed: dict[str, list[str]] = {"above": [], "within": [], "below": []}
+        for source in CONTROLS:
+            low, _, high = gains[source] * (1 - 1e-4, 1, 1 + 1e-4)
+            placed["below" if own < low else "above" if own > high else "within"].append(source)
+        where = "; ".join(f"{how} {', '.join(which)}" for how, which in placed.items() if which)
         found.append(
             "Rank is the effective rank of the product of the Jacobians so far, before and after "
-            "the removal of each one’s departure from normality. The removal multiplies it by "
-            f"{number(gains['model'])} here, by {number(gains['untrained'])} untrained and by "
-            f"{number(min(controls))} to {number(max(controls))} over the controls: random factors "
-            "recover rank too, so only a difference from them says something about training."
+            "the removal of each one’s departure from normality. Over all layers the removal "
+            f"multiplies it by {number(own)} here{alone}, by {ranged(*gains['untrained'])} "
+            f"untrained, and by {number(least)} to {number(largest)} over {draws} of each control: "
+            f"{each}. Random factors change too, so only a difference from all of them can say "
+            f"something about training. This model is {where}."
         )
     if not doc["model"]["causal"]:
         found.append(

@@ -24,7 +24,7 @@ from svflow import page as webpage
 from svflow import report
 from svflow.data import PASSAGE
 from svflow.portrait import Portrait, portrait, summary
-from svflow.spectra.panel import SOURCES, Panel, _measured, panel
+from svflow.spectra.panel import CONTROLS, SOURCES, Panel, _measured, panel
 
 DATA = Path(__file__).parent / "data"
 LLAMA, ALBERT = DATA / "golden" / "llama", DATA / "real" / "rxnmapper_albert"
@@ -83,7 +83,8 @@ def check_outputs(out, printed):
     assert max(map(len, lines[:-1])) <= 100  # the last line names the folder
     names = ["embed", *map(str, range(1, doc["model"]["layers"] + 1))]
     check_table(lines, page, "By depth", report.columns(doc), names)
-    assert ("Local linear dynamics" in page) == (doc["spectra"] is not None)
+    assert "Local linear dynamics" in page
+    assert ("<code>--no-spectra</code> adds them" in page) == (doc["spectra"] is None)
     if doc["spectra"]:
         below = lines[lines.index("") + 1 :]  # the model, the first table, the second
         below = below[below.index("") + 1 :]
@@ -128,18 +129,32 @@ def check_spectra(doc, page):
     assert list(spectra["measures"]) == list(report.SPECTRA)
     for measure in spectra["measures"].values():
         for line in measure["lines"].values():
-            assert list(line) == ["model", "untrained", "gaussian", "excess"]
+            assert list(line)[:4] == ["model", "untrained", "gaussian", "random_update"]
             assert {len(values) for values in line.values()} == {layers}
+    (noise,) = spectra["measures"]["complex_fraction"]["lines"].values()
+    assert list(noise)[4:] == ["excess", "deviation"]
+    deviation = report.number(sv.spectra.ginibre.complex_fraction_deviation(width))
+    assert f"with a standard deviation of {deviation}." in page
     for values in spectra["eigenvalues"].values():
         assert np.shape(values) == (layers, width, 2)
     assert tuple(spectra["rank"]["lines"]) == SOURCES
     at = page.index("After the last layer")
     table = page[at : page.index("</table>", at)]
     rows = re.findall("<tr>(.*?)</tr>", table)[1:]
-    for row, line in zip(rows, spectra["rank"]["lines"].values(), strict=True):
-        ends = [report.number(line[key][-1]) for key in ("before", "after", "gain")]
-        assert re.findall("<td>(.*?)</td>", row) == ends
+    for row, (source, line) in zip(rows, spectra["rank"]["lines"].items(), strict=True):
+        assert (f"<code>{source}</code>" in row) == (source in CONTROLS)
+        for key, cell in zip(
+            ("before", "after", "gain"), re.findall("<td>(.*?)</td>", row), strict=True
+        ):
+            drawn = sorted(one[-1] for one in line[key])
+            assert len(drawn) == (spectra["draws"] if source in CONTROLS else 1)
+            shown = [report.number(one) for one in (np.median(drawn), drawn[0], drawn[-1])]
+            assert re.findall(r"[^ ()–]+", cell) == shown[: 3 if drawn[-1] > drawn[0] else 1]
         assert html.escape(line["keeps"]) in row
+    gains = [one[-1] for name in CONTROLS for one in spectra["rank"]["lines"][name]["gain"]]
+    least, largest = report.number(min(gains)), report.number(max(gains))
+    assert f"by {least} to {largest} over {spectra['draws']} draw" in page
+    assert f"random controls {least} to {largest}" in page  # at a glance
 
 
 def test_gpt2(gpt2, tmp_path, capsys):
@@ -149,7 +164,7 @@ def test_gpt2(gpt2, tmp_path, capsys):
     assert (status, errors) == (0, "")
     doc, page = check_outputs(out, printed)
     assert doc["spectra"] is None
-    assert "jacobian" not in (page + printed).lower()
+    assert "jacobian" not in printed.lower()
     assert list(doc["measures"]) == list(report.MEASURES)
     assert doc["text"] == TEXT == "".join(doc["pieces"])
     assert doc["model"]["name"] == gpt2.name
@@ -201,13 +216,14 @@ def test_the_default_model_in_its_own_process(tmp_path):
     assert doc["model"]["dtype"] == "float32"
     assert doc["spectra"]["resolution"] == 2.0**23
     assert doc["spectra"]["token"] == len(doc["ids"]) - 1
+    assert doc["spectra"]["draws"] == 5
     loss = doc["measures"]["loss"]["lines"]["next token"]["mean"]
     assert loss[-1] < np.log(doc["model"]["vocabulary"]) - 2
     assert loss[-1] == min(loss)
 
 
 def test_llama_and_a_text_that_is_cut(tmp_path, capsys):
-    ids = ("--ids", "5, 71 3,3,44,18,90,11", "--max-tokens", 7)
+    ids = ("--ids", "5, 71 3,3,44,18,90,11", "--max-tokens", 7, "--draws", 2)
     status, printed, errors = run(capsys, LLAMA, *ids, "--dtype", "float64", "--out", tmp_path)
     assert (status, errors) == (0, "svflow: 8 tokens, cut to the first 7\n")
     doc, page = check_outputs(tmp_path, printed)
@@ -217,8 +233,9 @@ def test_llama_and_a_text_that_is_cut(tmp_path, capsys):
     assert (doc["cut_from"], doc["pieces"]) == (8, ["5", "71", "3", "3", "44", "18", "90"])
     assert doc["text"] is None
     assert "Given as token ids." in page
+    assert "at token 7, id 90, with" in page
     assert "The text has 8 tokens and was cut to the first 7." in printed
-    check_document(doc, panel(sv.load(LLAMA, dtype=jnp.float64), np.array(doc["ids"])))
+    check_document(doc, panel(sv.load(LLAMA, dtype=jnp.float64), np.array(doc["ids"]), draws=2))
 
 
 def check_document(doc, found):
@@ -232,8 +249,12 @@ def check_document(doc, found):
             for source in ("model", "untrained"):
                 expected = getattr(getattr(found, source), name)
                 np.testing.assert_array_equal(values[source], expected, err_msg=name)
+            drawn = getattr(found.random_update, name)
+            mean = drawn.prod(0) ** 0.5 if key == "condition_number" else (drawn[0] + drawn[1]) / 2
+            np.testing.assert_allclose(values["random_update"], mean, rtol=1e-13, err_msg=name)
             known = ~np.isnan(found.model.excess[name])
-            np.testing.assert_array_equal(values["excess"], found.model.excess[name])
+            if key == "complex_fraction":
+                np.testing.assert_array_equal(values["excess"], found.model.excess[name])
             expected = np.where(known, found.model.ginibre[name], np.nan)
             np.testing.assert_array_equal(values["gaussian"], expected)
     for source, pairs in spectra["eigenvalues"].items():
@@ -241,7 +262,7 @@ def check_document(doc, found):
         values = getattr(found, source).eigenvalues
         np.testing.assert_array_equal(re_im, [values.real, values.imag])
     for source, line in spectra["rank"]["lines"].items():
-        before, after = found.effective_rank[source]
+        before, after = np.moveaxis(found.effective_rank[source], 1, 0)
         np.testing.assert_array_equal(line["before"], before)
         np.testing.assert_array_equal(line["after"], after)
         np.testing.assert_array_equal(line["gain"], after / before)
@@ -301,6 +322,7 @@ def test_one_layer_has_no_cosine():
         (["{gpt2}", "--text", "abc " * 70], "but the model has 64 positions; --max-tokens 64 cuts"),
         ([LLAMA, "--ids", ",".join("5" * 513)], "513 tokens, but the model has 512 positions"),
         (["{gpt2}", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
+        (["{gpt2}", "--draws", "0"], "--draws must be at least 1, got 0"),
         (["{gpt2}", "--out", LLAMA / "config.json"], "config.json is a file, not a folder"),
     ],
 )  # fmt: skip
@@ -366,8 +388,8 @@ def example():
 def example_with_spectra(J):
     """The same of a model whose two Jacobians are J, with a text of one token."""
     measured = Panel(
-        0, 0, *(_measured(jnp.asarray(a)) for a in (J, np.eye(len(J[0])) + 0 * J)),
-        {source: np.array([[4.0, 2.0], [4.0, 3.0]]) for source in SOURCES},
+        0, 0, *(_measured(jnp.asarray(a)) for a in (J, np.eye(len(J[0])) + 0 * J, J[None])),
+        {source: np.array([[[4.0, 2.0], [4.0, 3.0]]]) for source in SOURCES},
     )  # fmt: skip
     doc = example()
     doc["model"]["width"] = len(J[0])
@@ -382,7 +404,7 @@ def test_spectra_that_do_not_exist_are_null(seed):
     doc = json.loads(command._json(doc))
     measures = doc["spectra"]["measures"]
     assert measures["condition_number"]["lines"]["layer"]["model"] == [None, 1.0]
-    assert measures["condition_number"]["lines"]["layer"]["excess"][0] is None
+    assert measures["condition_number"]["lines"]["layer"]["random_update"] == [None, 1.0]
     for field, values in measures["alignment"]["lines"]["forward"].items():
         assert (values[0] is None, values[1]) == (False, None), field
     assert measures["update_ratio"]["lines"]["layer"]["model"][1] == 0
@@ -391,7 +413,16 @@ def test_spectra_that_do_not_exist_are_null(seed):
     assert [row[-2:] for row in rows] == [["4.000", "4.000"], ["2.000", "3.000"]]
     said = " ".join(report.table(doc).split())
     assert "The condition number of 1 of 2 layers is above 1 / eps = 4.5e15" in said
-    assert "multiplies it by 1.500 here, by 1.500 untrained and by 1.500 to 1.500" in said
+    assert (
+        "multiplies it by 1.500 here (after layer 1 alone by 1.000), by 1.500 untrained, and by "
+        "1.500 to 1.500 over 1 draw of each control: haar_similarity 1.500, haar_factors" in said
+    )
+    assert f"This model is within {', '.join(CONTROLS)}." in said
+    for gain, where in ((0.96, "below"), (1.51, "above")):
+        doc["spectra"]["rank"]["lines"]["model"]["gain"] = [[0.9, gain]]
+        said = " ".join(report.table(doc).split())
+        assert f"by {gain:.3f} here (after layer 1 alone by 0.900)" in said
+        assert f"This model is {where} {', '.join(CONTROLS)}." in said
     assert "it is no derivative of the whole model" not in said
     doc["model"]["causal"] = False
     assert "it is no derivative of the whole model" in " ".join(report.table(doc).split())
@@ -404,7 +435,8 @@ def test_spectra_that_do_not_exist_are_null(seed):
 def test_eigenvalues_in_frames(seed):
     """Alike layers share a frame; one of another size has its own, and rare ones fall outside."""
     random = np.random.default_rng(seed)
-    values = 1 + 0.3 * (random.normal(size=(6, 400)) + 1j * random.normal(size=(6, 400)))
+    real, imag = np.clip(random.normal(size=(2, 6, 400)), -3, 3)
+    values = 1 + 0.3 * (real + 1j * imag)
     values[2] *= 10
     values[4, 0] = 30
     frames = webpage._frames(values)

@@ -131,9 +131,13 @@ def test_second_derivatives_and_bad_matrices_are_refused():
             function(jnp.ones((2, 3, 4, 4)).at[1, 2, 0, 1].set(jnp.inf))
         with pytest.raises(ValueError, match=r"^J is not finite"):
             function(jnp.full((4, 4), jnp.nan))
-    for top in (0, 4):
+    for top in (0, 4, 2.5, "a", True):
         with pytest.raises(ValueError, match=r"top must be one of 1 \.\. 3"):
             sv.measures(jnp.eye(3), top=top)
+    with pytest.raises(ValueError, match="tau must be finite"):
+        sv.measures(jnp.eye(3), tau=np.nan)
+    with pytest.raises(ValueError, match="shift must be finite"):
+        sv.spectra.principal(jnp.eye(3), shift=np.nan)
 
 
 def test_measures_by_hand():
@@ -164,6 +168,7 @@ def test_measures_by_hand():
 
 
 def test_special_matrices():
+    assert np.isnan(sv.measures(jnp.zeros((3, 3))).effective_rank)
     eye = sv.measures(jnp.eye(6))
     zeros = ("complex_fraction", "henrici_departure", "update_ratio", "expanding_eigenvalues")
     assert all(getattr(eye, name) == 0 for name in zeros)
@@ -174,10 +179,27 @@ def test_special_matrices():
     singular = sv.measures(jnp.diag(jnp.asarray([1.0, 0.0])))
     assert singular.condition_number == np.inf
     assert singular.effective_rank == 1
-    big = sv.measures(1e30 * normal(1, 5, 5, dtype=jnp.float32))
-    small = sv.measures(1e-30 * normal(1, 5, 5, dtype=jnp.float32))
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e30), ("float64", 1e250)])
+def test_measures_know_no_scale(dtype, scale):
+    J = normal(1, 5, 5).astype(dtype)
+    one, big, small = (sv.measures((s * J).astype(dtype)) for s in (1, scale, 1 / scale))
+    eps = np.finfo(dtype).eps
     for name in ("henrici_departure", "symmetric_part", "effective_rank", "participation_ratio"):
-        np.testing.assert_allclose(getattr(big, name), getattr(small, name), rtol=1e-4)
+        for other in (big, small):
+            np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=100 * eps)
+    np.testing.assert_allclose(big.update_ratio, 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-250, 1e-140, 1e140, 1e300])
+def test_eigenpairs_know_no_scale(scale):
+    J = normal(2, 6, 6)
+    one, other = (sv.spectra.principal(s * J) for s in (1, scale))
+    np.testing.assert_allclose(other.value / scale, one.value, rtol=1e-13)
+    np.testing.assert_allclose(other.vector, one.vector, atol=1e-13)
+    slopes = [jax.grad(lambda J: jnp.sum(sv.eigvals(J).imag ** 2) ** 0.5)(s * J) for s in (1, 1e9)]
+    np.testing.assert_allclose(slopes[1], slopes[0], rtol=1e-9)
 
 
 def test_alignments_over_a_stack():
@@ -225,6 +247,7 @@ def test_under_jit_and_without():
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
     one = jax.vmap(sv.measures)(J)
     np.testing.assert_allclose(one.condition_number, eager.condition_number, rtol=1e-12)
+    assert np.array_equal(one.ginibre["self_alignment"], eager.ginibre["self_alignment"])
     assert np.array_equal(jitted.ginibre["spectral_radius"], eager.ginibre["spectral_radius"])
     assert eager.on_host
 
@@ -252,6 +275,50 @@ def test_derivatives_of_measures():
     for name, slope in zip(DIFFERENTIABLE, slopes(J)):
         difference = (getattr(up, name) - getattr(down, name)) / (2 * step)
         np.testing.assert_allclose(jnp.sum(slope * direction), difference, rtol=1e-6, err_msg=name)
+
+
+def test_the_derivative_of_alignments_needs_only_the_gap_at_the_cut():
+    turn = jnp.eye(6)[jnp.asarray([1, 2, 3, 4, 5, 0])]
+    J = turn @ jnp.diag(jnp.asarray([4.0, 3, 2, 1.5, 1, 1])) + 0.1 * turn @ turn
+    direction, step = normal(12, 6, 6), 1e-6
+    repeated = jnp.linalg.svd(J)[0] @ jnp.diag(jnp.asarray([4.0, 4, 2, 2, 1, 1])) @ turn
+    for matrix, top in ((J, 1), (repeated, 2), (repeated, 4)):
+
+        def alignment(J, top=top):
+            found = sv.measures(jnp.stack([J, J @ J]), top=top)
+            return jnp.sum(found.self_alignment) + found.forward_alignment[0]
+
+        up, down = (alignment(matrix + s * step * direction) for s in (1, -1))
+        slope = jnp.sum(jax.grad(alignment)(matrix) * direction)
+        np.testing.assert_allclose(slope, (up - down) / (2 * step), rtol=1e-5, atol=1e-8)
+    for transform in (lambda f: f, jax.jit):
+        with pytest.raises(RuntimeError, match="singular values 1 and 2 are equal"):
+            transform(jax.grad(lambda J: sv.measures(J, top=1).self_alignment))(repeated)
+
+
+def test_under_a_transform_small_singular_values_stay():
+    rows = 10.0 ** -jnp.arange(0, 16, 0.5)
+    J = (jnp.tril(normal(13, 32, 32)) * rows[:, None]).astype(jnp.float32)
+    exact = np.linalg.cond(np.asarray(J, np.float64))
+    assert exact > 1e12
+    for function in (sv.measures, jax.jit(sv.measures)):
+        np.testing.assert_allclose(function(J).condition_number, exact, rtol=1e-3)
+
+
+def test_a_known_matrix_within_a_transform():
+    J = normal(14, 4, 4)
+    sigma = jnp.linalg.svd(J, compute_uv=False)
+    for function in (
+        lambda s: s * jnp.abs(sv.eigvals(J)).max(),
+        lambda s: s * sv.measures(J).condition_number,
+        lambda s: s * sv.cumulative(J[None]).effective_rank[0],
+        lambda s: s * sv.spectra.effective_rank(sigma),
+        lambda s: s * jnp.abs(sv.spectra.principal(J).value),
+        lambda s: s * sv.schur_normal(J)[0, 0],
+        lambda s: s * controls.haar_similarity(jax.random.key(0), J)[0, 0],
+        lambda s: s * controls.random_update(jax.random.key(0), J)[0, 0],
+    ):
+        np.testing.assert_allclose(jax.jit(function)(2.0), function(2.0), rtol=1e-12)
 
 
 def test_effective_rank_needs_singular_values_only():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,7 +35,8 @@ def test_a_study_is_its_parts(tiny):
     compared = 0
     starts = {"real": (model.flow, x), "reduced": (reduced, reduced.retract(x))}
     for system, (flow, start) in starts.items():
-        xs = sv.simulate(flow, start).xs
+        with jax.default_matmul_precision("highest"):  # the study's own compiled program
+            xs = sv.simulate(flow, start).xs
         dynamics = getattr(found, system)
         unit = np.asarray(xs / jnp.linalg.norm(xs, axis=-1, keepdims=True))
         consensus = np.linalg.norm(unit.mean(axis=1), axis=-1)

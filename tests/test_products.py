@@ -384,6 +384,15 @@ def test_a_solver_that_fails_says_so(monkeypatch):
         cumulative(jnp.eye(3)[None])
 
 
+def test_factors_near_underflow():
+    J = np.random.default_rng(0).integers(-9, 10, (2, 3, 3)).astype(float)
+    small = np.ldexp(J, -1065)  # exact: integers
+    shift = 1065 * np.log(2) * np.arange(1, 3)[:, None]
+    found = cumulative(jnp.asarray(J)).log_singular_values
+    close = np.asarray(cumulative(small).log_singular_values) + shift
+    np.testing.assert_allclose(close, found, atol=1e-11)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300])
 def test_effective_ranks_by_hand(scale):
     for sigma, effective, participation in [

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import svflow as sv
 from svflow import plotting, power
 from svflow.power.flow import PowerFlow
-from svflow.power.steering import VARIANTS
+from svflow.power.steering import VARIANTS, read
 from svflow.power.steering_plot import dose_picture
 
 EPS = float(jnp.finfo(jnp.float64).eps)
@@ -89,9 +89,8 @@ def branch(flow, layer, x):
 def test_tokens_that_agree_get_what_the_formula_says(family):
     """The step is a z (P mu . y), and with biased values a z (w . b_V) more."""
     model, layer, a = tiny_model(family), 1, 2.5
-    y = np.asarray(power.mean_read(model, IDS[:1], layer=layer))
-    x = states_of(model, IDS[:1])[layer]
-    x = jnp.broadcast_to(x, (4, 16))
+    x = jnp.broadcast_to(normal(6, 16), (4, 16))
+    y = np.asarray(read(model.flow, layer, x))[0]
     change = power.perturbation(model, Z, a, layer=layer, mean=MU)
     steered = power.steer(model, Z, a, layer=layer, mean=MU)
     step = branch(steered.flow, layer, x) - branch(model.flow, layer, x)
@@ -290,13 +289,12 @@ def test_mean_read_is_what_the_value_kernel_is_multiplied_by():
         x = x * norm.weight[...][layer] + norm.bias[...][layer]
         found = power.mean_read(model, IDS, layer=layer)
         np.testing.assert_allclose(found, x.mean(axis=0), atol=1e4 * EPS)
-    # Without a norm before it, the states; and padded tokens do not count.
-    model = tiny_model("bert")
-    mask = jnp.asarray(np.arange(11) < 8)
-    padded = np.append(IDS, [0, 0, 0])
-    found = power.mean_read(model, padded, layer=1, context=sv.Context(mask=mask))
-    expected = states_of(model, IDS)[1].mean(axis=0)
-    np.testing.assert_allclose(found, expected, atol=1e4 * EPS)
+    # Padded tokens do not count; without a norm before it, attention reads the states.
+    mask = jnp.asarray(np.arange(8) < 5)
+    padded = power.mean_read(model, IDS, context=sv.Context(mask=mask))
+    y = np.asarray(read(model.flow, 2, states_of(model, IDS)[2]))
+    np.testing.assert_allclose(padded, y[:5].mean(axis=0), atol=1e4 * EPS)
+    np.testing.assert_array_equal(read(tiny_model("bert").flow, 1, y), y)
 
 
 def test_the_stand_in_text_is_the_whole_of_a_small_vocabulary():

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from configs import tiny_model
+from filelock import FileLock
 
 import svflow as sv
 
@@ -110,7 +111,22 @@ def test_bad_input_is_named_before_any_work(model, tmp_path, monkeypatch):
         sv.spectra.study(model, [[1, 2], [1]], path, token=1)
     with pytest.raises(ValueError, match="scope must be one of"):
         sv.spectra.study(model, SEQUENCES, path, scope="full")
+    for wrong, message in (
+        (dict(top=99), r"top must be one of 1 \.\. 16"),
+        (dict(token=1.5), "token must be an int, got 1.5"),
+        (dict(tau=np.nan), "tau must be finite"),
+        (dict(model=model.flow), "a study needs a Transformer"),
+        (dict(out=tmp_path), "is a folder, not a file"),
+    ):
+        given = dict(model=model, sequences=SEQUENCES, out=path) | wrong
+        with pytest.raises(ValueError, match=message):
+            sv.spectra.study(**given)
+    with FileLock(tmp_path / ".study.npz.lock"), pytest.raises(ValueError, match="another run"):
+        sv.spectra.study(model, SEQUENCES, path)
     assert not path.exists()
+    np.save(tmp_path / "array.npy", np.ones(3))
+    with pytest.raises(ValueError, match="holds no study"):
+        sv.spectra.load_study(tmp_path / "array.npy")
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="holds no study"):
         sv.spectra.study(model, SEQUENCES, path)

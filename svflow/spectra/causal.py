@@ -6,12 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Complex, Float
 
 from svflow.flow import Context, Flow
-from svflow.memory import check_memory
 from svflow.spectra.eigenvalues import eigvals
-from svflow.spectra.jacobians import check_state, jacobian, rows_of, token_map, widened
+from svflow.spectra.jacobians import check_chunk, check_state, jacobian, rows_of, token_map, widened
 
 
 def causal_spectrum(
@@ -36,17 +36,17 @@ def causal_spectrum(
         ValueError: as `jacobian`, and for a flow that is not causal: the spectrum of its full
             Jacobian is no union, see `full_spectrum`.
     """
-    check_state(flow, layer, x, -1, "frozen", context)
+    layer, x, _ = check_state(flow, layer, x, -1, "frozen", context)
     if not flow.causal:
         raise ValueError(
             f"{type(flow).__name__} is not causal: its spectrum is no union of its tokens'. Use "
             f"svflow.spectra.full_spectrum, which solves all {jnp.size(x)} coordinates at once, or "
             "svflow.partial_spectrum for the leading part"
         )
-    x = jnp.asarray(x)
-    tokens, width = x.shape
-    check_memory(f"the blocks of {tokens} tokens", 4 * tokens * width * width * x.itemsize, x)
-    blocks = _blocks(flow, jnp.asarray(layer, jnp.int32), x, context, chunk)
+    check_chunk(flow, x, "frozen", chunk, count=len(x))
+    blocks = _blocks(flow, np.int32(layer), x, context, chunk)
+    if not isinstance(blocks, jax.core.Tracer) and not np.isfinite(np.asarray(blocks)).all():
+        raise ValueError(f"the Jacobian of layer {layer} is not finite in {blocks.dtype}")
     return eigvals(blocks)
 
 

@@ -160,4 +160,6 @@ def _traceless(M):
 
 
 def _norm(M):
-    return jnp.linalg.norm(M, axis=(-2, -1), keepdims=True)
+    largest = jnp.max(jnp.abs(M), axis=(-2, -1), keepdims=True)
+    unit = M / jnp.where(largest == 0, 1, largest)  # whose squares stay in range
+    return largest * jnp.linalg.norm(unit, axis=(-2, -1), keepdims=True)

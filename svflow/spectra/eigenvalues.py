@@ -86,7 +86,9 @@ def principal(J: Float[Array, "*stack width width"], *, shift: float = 0.0) -> P
     """
     J = lapack.check_matrices(J)
     lapack.check_finite(J)
-    return Principal(*_principal(shift, J))
+    if not np.isfinite(shift):
+        raise ValueError(f"shift must be finite, got {shift}")
+    return Principal(*_principal(float(shift), J))
 
 
 def _solved(solve, matrix):
@@ -107,6 +109,9 @@ def _geev_vectors(matrix):
     y^H x of unit vectors, the lesser, in units of what rounding does to them: above 1 for a simple
     eigenvalue.
     """
+    # Scaled by a power of two: SciPy's geev scales too, and does not undo it.
+    exponent = int(np.frexp(np.abs(matrix).max())[1])
+    matrix = np.ldexp(matrix, -exponent)
     values, left, right = _solved(lambda a: scipy.linalg.eig(a, left=True, right=True), matrix)
     overlap = np.sum(left.conj() * right, axis=0)
     apart = np.abs(values[:, None] - values)
@@ -115,6 +120,7 @@ def _geev_vectors(matrix):
     simple = np.minimum(apart.min(axis=1) / (size or 1), np.abs(overlap))
     with np.errstate(divide="ignore", invalid="ignore"):
         dual = left / overlap.conj()
+    values.real, values.imag = (np.ldexp(part, exponent) for part in (values.real, values.imag))
     return values, dual, right, simple / (len(matrix) * np.finfo(np.float64).eps)
 
 

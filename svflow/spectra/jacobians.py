@@ -19,6 +19,7 @@ are derived here.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -68,10 +69,9 @@ def jacobian(
             a state or a Jacobian that is not finite (where its values are known).
         MemoryError: a Jacobian that does not fit, with the bytes it needs.
     """
-    check_state(flow, layer, x, token, scope, context)
-    x = jnp.asarray(x)
-    _check_chunk(flow, x, scope, chunk, count=1)
-    J = _jacobian(flow, jnp.asarray(layer, jnp.int32), x, token % len(x), context, scope, chunk)
+    layer, x, token = check_state(flow, layer, x, token, scope, context)
+    check_chunk(flow, x, scope, chunk, count=1)
+    J = _jacobian(flow, np.int32(layer), x, np.int32(token), context, scope, chunk)
     _check_result(J, [layer])
     return J
 
@@ -102,11 +102,12 @@ def layer_jacobians(
             f"xs must be the {flow.depth + 1} states of simulate, (states, tokens, {flow.width}), "
             f"got shape {jnp.shape(xs)}"
         )
-    for layer in range(flow.depth):
-        check_state(flow, layer, xs[layer], token, scope, context)
     xs = jnp.asarray(xs)
-    _check_chunk(flow, xs[0], scope, chunk, count=flow.depth)
-    J = _layer_jacobians(flow, xs[:-1], token % xs.shape[1], context, scope, chunk)
+    place = 0
+    for layer in range(flow.depth):
+        _, _, place = check_state(flow, layer, xs[layer], token, scope, context)
+    check_chunk(flow, xs[0], scope, chunk, count=flow.depth)
+    J = _layer_jacobians(flow, xs[:-1], np.int32(place), context, scope, chunk)
     _check_result(J, range(flow.depth))
     return J
 
@@ -118,8 +119,8 @@ def token_map(
     if scope == "frozen":
         return flow.frozen(layer, x, token, context)
     alone = None
-    if context is not None and context.positions is not None:
-        alone = Context(positions=context.positions[token][None])
+    if context is not None:
+        alone = jax.tree.map(lambda part: part[token][None], context)
     return flow.frozen(layer, x[token][None], 0, alone)
 
 
@@ -138,48 +139,64 @@ def widened(flow: Flow, x: Array) -> tuple[Flow, Array]:
     return jax.tree.map(widen, flow), x.astype(wide)
 
 
-def check_state(flow, layer, x, token, scope, context) -> None:
-    """What `jacobian` raises for, but for memory and the result."""
+def check_state(flow, layer, x, token, scope, context) -> tuple[int, Array, int]:
+    """What `jacobian` raises for, but for memory and the result; layer, x, and token from 0."""
     _check_flow(flow)
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {SCOPES}, got {scope!r}")
-    for name, value in (("layer", layer), ("token", token)):
-        if isinstance(value, jax.core.Tracer):
-            raise ValueError(
-                f"{name} must be an int, not traced by a transform"
-            )
-    if not isinstance(layer, int | np.integer) or not 0 <= layer < flow.depth:
-        raise ValueError(f"layer must be one of 0 .. {flow.depth - 1}, got {layer!r}")
-    shape = jnp.shape(x)
-    if len(shape) != 2 or shape[1] != flow.width or shape[0] < 1:
+    layer = _index("layer", layer)
+    if not 0 <= layer < flow.depth:
+        raise ValueError(f"layer must be one of 0 .. {flow.depth - 1}, got {layer}")
+    x = jnp.asarray(x)
+    if x.ndim != 2 or x.shape[1] != flow.width or x.shape[0] < 1:
         raise ValueError(
-            f"x must have shape (tokens, {flow.width}) with at least one token, got {shape}"
+            f"x must have shape (tokens, {flow.width}) with at least one token, got {x.shape}"
         )
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        raise ValueError(f"x must be floating point, got {jnp.result_type(x)}")
-    if not isinstance(token, int | np.integer) or not -shape[0] <= token < shape[0]:
-        raise ValueError(f"token {token!r} is not one of {shape[0]} tokens")
-    check_context(context, shape[0])
-    if not isinstance(x, jax.core.Tracer) and not bool(jnp.isfinite(x).all()):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be floating point, got {x.dtype}")
+    tokens = x.shape[0]
+    token = _index("token", token)
+    if not -tokens <= token < tokens:
+        raise ValueError(f"token {token} is not one of {tokens} tokens")
+    check_context(context, tokens)
+    # In NumPy: within a trace JAX would stage what it does to a known array as well.
+    if not isinstance(x, jax.core.Tracer) and not np.isfinite(np.asarray(x)).all():
         raise ValueError(f"the state before layer {layer} is not finite")
+    return layer, x, token % tokens
+
+
+def _index(name: str, value) -> int:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} must be an int, not traced by a transform")
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an int, got {value!r}") from None
 
 
 def _check_flow(flow) -> None:
     if not isinstance(flow, Flow):
         hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
         raise ValueError(f"flow must be an svflow.Flow, got {type(flow).__name__}{hint}")
+    for name in ("depth", "width"):
+        if not hasattr(flow, name):
+            raise ValueError(f"{type(flow).__name__} does not set `{name}`")
 
 
-def _check_chunk(flow, x, scope, chunk, *, count):
+def check_chunk(flow, x, scope, chunk, *, count):
+    """Raises for a chunk that is none, and for `count` Jacobians that do not fit."""
     size = x.size if scope == "full" else flow.width
-    if chunk is not None and (not isinstance(chunk, int | np.integer) or chunk < 1):
+    if chunk is not None and _index("chunk", chunk) < 1:
         raise ValueError(f"chunk must be a positive number of rows, got {chunk!r}")
     item = at_least_float32(x.dtype).itemsize
-    # The result, and what one chunk of cotangents passes through; the widest is some 4 widths.
+    # The result, and what the rows of one chunk pass through: 4 widths in the feed-forward layer,
+    # several times over.
     rows = min(size, chunk or size)
     check_memory(
         f"{count} {scope} Jacobian{'s' * (count > 1)} of {size} x {size}",
-        item * size * (count * size + 6 * rows),
+        item * size * (count * size + 16 * rows),
         x,
     )
 
@@ -187,7 +204,7 @@ def _check_chunk(flow, x, scope, chunk, *, count):
 def _check_result(J, layers):
     if isinstance(J, jax.core.Tracer):
         return
-    finite = np.asarray(jnp.isfinite(J).reshape(len(layers), -1).all(axis=-1))
+    finite = np.isfinite(np.asarray(J)).reshape(len(layers), -1).all(axis=-1)
     if not finite.all():
         layer = layers[int(np.argmin(finite))]
         raise ValueError(f"the Jacobian of layer {layer} is not finite in {J.dtype}")
@@ -213,14 +230,11 @@ def _layer_jacobians(flow, xs, token, context, scope, chunk):
 def rows_of(function, x, chunk):
     """d function / d x by rows, the shape of x twice."""
     _, pullback = jax.vjp(function, x)
-    cotangents = jnp.eye(x.size, dtype=x.dtype).reshape(x.size, *x.shape)
 
-    def row(cotangent):
-        return pullback(cotangent)[0]
+    def row(place):
+        cotangent = (jnp.arange(x.size) == place).astype(x.dtype)
+        return pullback(cotangent.reshape(x.shape))[0]
 
-    rows = (
-        jax.vmap(row)(cotangents)
-        if chunk is None
-        else jax.lax.map(row, cotangents, batch_size=chunk)
-    )
+    places = jnp.arange(x.size)
+    rows = jax.vmap(row)(places) if chunk is None else jax.lax.map(row, places, batch_size=chunk)
     return rows.reshape(*x.shape, *x.shape)

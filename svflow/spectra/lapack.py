@@ -158,7 +158,8 @@ def check_finite(J: Any, name: str = "J") -> None:
     """Raises ValueError with the index of the first matrix that is not finite, if it is known."""
     if isinstance(J, jax.core.Tracer):
         return
-    finite = np.asarray(jnp.isfinite(J).all(axis=(-2, -1)))
+    # In NumPy: within a trace JAX would stage what it does to a known array as well.
+    finite = np.isfinite(np.asarray(J)).all(axis=(-2, -1))
     if not finite.all():
         index = np.argwhere(~finite)[0].tolist()
         where = f"{name}{index}" if index else name

@@ -66,7 +66,7 @@ class Measures(NamedTuple):
     @property
     def ginibre(self) -> dict[str, np.ndarray]:
         """Each measure's expectation for a Gaussian matrix of the same width and norm, by name."""
-        return baseline(self.singular_values, int(self.top))
+        return baseline(self.singular_values, int(np.ravel(self.top)[0]))
 
     @property
     def excess(self) -> dict[str, np.ndarray]:
@@ -103,26 +103,29 @@ def measures(
     J = lapack.check_matrices(J)
     lapack.check_finite(J)
     width = J.shape[-1]
-    top = max(1, width // 32) if top is None else top
-    if not 1 <= top <= width:
-        raise ValueError(f"top must be one of 1 .. {width}, got {top}")
+    top = check_top(top, width)
+    if not 0 <= tau < np.inf:
+        raise ValueError(f"tau must be finite and not negative, got {tau}")
     J = J.astype(at_least_float32(J.dtype))
-    found = _measures(J, eigenvalues.eigvals(J), *_svd(J), top, tau)
+    found = _measures(J, eigenvalues.eigvals(J), *_svd(top, J), top, float(tau))
     return Measures(**found, top=top, on_host=eigenvalues.backend(J) == eigenvalues.HOST)
 
 
 @functools.partial(jax.jit, static_argnames=("top", "tau"))
-def _measures(J, values, U, sigma, Vh, top, tau):
-    width = J.shape[-1]
-    U, Vh = U[..., :top], Vh[..., :top, :]
-    squares = jnp.sum(sigma**2, axis=-1)
+def _measures(J, values, U, sigma, V, top, tau):
+    # Squares stay in range on a scale on which the largest entry is near one.
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(J), axis=(-2, -1), keepdims=True))
+    exponent = jnp.frexp(largest)[1]
+    unit = jnp.ldexp(J, -exponent)
+    identity = jnp.ldexp(jnp.eye(J.shape[-1], dtype=J.dtype), -exponent)
+    sigmas = jnp.ldexp(sigma, -exponent[..., 0])
+    squares = jnp.sum(sigmas**2, axis=-1)
     modulus = jnp.abs(values)
+    departure = squares - jnp.sum(jnp.ldexp(modulus, -exponent[..., 0]) ** 2, axis=-1)
     forward = jnp.full(J.shape[:-2], jnp.nan, sigma.dtype)
     if J.ndim > 2:
-        between = _alignment(Vh[..., 1:, :, :], U[..., :-1, :, :])
-        forward = forward.at[..., :-1].set(between)
-    symmetric = (J + jnp.swapaxes(J, -1, -2)) / 2
-    update = jnp.sum((J - jnp.eye(width, dtype=J.dtype)) ** 2, axis=(-2, -1))
+        forward = forward.at[..., :-1].set(_alignment(V[..., 1:, :, :], U[..., :-1, :, :]))
+    symmetric = (unit + jnp.swapaxes(unit, -1, -2)) / 2
     return dict(
         eigenvalues=values,
         singular_values=sigma,
@@ -131,14 +134,23 @@ def _measures(J, values, U, sigma, Vh, top, tau):
         condition_number=sigma[..., 0] / sigma[..., -1],
         expanding_eigenvalues=_share(modulus > 1, sigma.dtype),
         expanding_singular_values=_share(sigma > 1, sigma.dtype),
-        henrici_departure=_root(squares - jnp.sum(modulus**2, axis=-1)) / jnp.sqrt(squares),
+        henrici_departure=_root(departure) / jnp.sqrt(squares),
         symmetric_part=jnp.sum(symmetric**2, axis=(-2, -1)) / squares,
-        self_alignment=_alignment(Vh, U),
+        self_alignment=_alignment(V, U),
         forward_alignment=forward,
-        update_ratio=_root(update) / jnp.sqrt(squares),
+        update_ratio=_root(jnp.sum((unit - identity) ** 2, axis=(-2, -1))) / jnp.sqrt(squares),
         effective_rank=effective_rank(sigma),
         participation_ratio=participation_ratio(sigma),
     )
+
+
+def check_top(top: int | None, width: int) -> int:
+    """How many singular directions, by default a 32nd; raises ValueError outside 1 .. width."""
+    if top is None:
+        return max(1, width // 32)
+    if isinstance(top, bool) or not isinstance(top, int | np.integer) or not 1 <= top <= width:
+        raise ValueError(f"top must be one of 1 .. {width}, got {top!r}")
+    return int(top)
 
 
 def baseline(singular_values: Float[Array, "*stack width"], top: int) -> dict[str, np.ndarray]:
@@ -170,8 +182,8 @@ def _share(condition, dtype):
     return jnp.mean(condition.astype(dtype), axis=-1)
 
 
-def _alignment(Vh, U):
-    product = jnp.matmul(Vh, U, precision="highest")
+def _alignment(V, U):
+    product = jnp.matmul(jnp.swapaxes(V, -1, -2), U, precision="highest")
     return jnp.sum(product**2, axis=(-2, -1)) / U.shape[-1]
 
 
@@ -192,18 +204,60 @@ def _(primals, tangents):
 _SVD = lapack.Solver(
     np.linalg.svd,
     lambda shape: [(shape, False), (shape[:1], False), (shape, False)],
-    "a derivative of singular vectors",
-    "",
+    "a derivative of singular values",
+    "second derivatives of singular values are not provided",
 )
 
 
-@jax.custom_jvp
-def _svd(J):
-    if isinstance(J, jax.core.Tracer) or eigenvalues.platform(J) != "cpu":
-        return tuple(jnp.linalg.svd(J))
-    return lapack.on_host(_SVD, J)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _svd(top, J):
+    """The leading left singular vectors, all singular values, the leading right vectors."""
+    U, sigma, Vh = _full_svd(J)
+    return U[..., :top], sigma, jnp.swapaxes(Vh[..., :top, :], -1, -2)
+
+
+def _full_svd(J):
+    if eigenvalues.backend(J) == eigenvalues.HOST:
+        return lapack.on_host(_SVD, J)
+    return tuple(jnp.linalg.svd(J))
 
 
 @_svd.defjvp
-def _(primals, tangents):
-    return jax.jvp(lambda J: tuple(jnp.linalg.svd(J)), primals, tangents)
+def _(top, primals, tangents):
+    """Singular values by u^T dJ v, which needs no gaps; subspaces by the gap below the last.
+
+    A subspace moves out of itself only: with A = U^T dJ V, and i beyond j <= top,
+
+        u_i . du_j = (s_j A_ij + s_i A_ji) / (s_j^2 - s_i^2),   v_i . dv_j with A transposed.
+
+    How vectors turn within their subspace is left out: no function of the subspace sees it.
+    """
+    (J,), (dJ,) = primals, tangents
+    U, sigma, Vh = _full_svd(J)
+    V = jnp.swapaxes(Vh, -1, -2)
+    with jax.default_matmul_precision("highest"):
+        A = jnp.swapaxes(U, -1, -2) @ dJ @ V
+        inside, outside = sigma[..., None, :top], sigma[..., top:, None]
+        gap = _gap((inside - outside) * (inside + outside), sigma, top)
+        below, across = A[..., top:, :top], jnp.swapaxes(A[..., :top, top:], -1, -2)
+        dU = U[..., top:] @ ((inside * below + outside * across) / gap)
+        dV = V[..., top:] @ ((outside * below + inside * across) / gap)
+    values = (U[..., :top], sigma, V[..., :top])
+    return values, (dU, jnp.diagonal(A, axis1=-2, axis2=-1), dV)
+
+
+def _gap(gap, sigma, top):
+    """The gaps of squares across the cut, raising where singular values at it are equal."""
+    if top == sigma.shape[-1]:
+        return gap
+    small = sigma.shape[-1] * np.finfo(sigma.dtype).eps * sigma[..., 0]
+    bad = sigma[..., top - 1] - sigma[..., top] <= small
+    why = (
+        f"singular values {top} and {top + 1} are equal to working precision: the subspace of the "
+        f"`top` = {top} largest, and the alignments, have no derivative"
+    )
+    if isinstance(bad, jax.core.Tracer):
+        return eqx.error_if(gap, bad.any(), why)
+    if np.any(bad):
+        raise RuntimeError(why)
+    return gap

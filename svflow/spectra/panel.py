@@ -80,15 +80,16 @@ def panel(
             matrices average over themselves, narrow ones differ from draw to draw.
         progress: wraps the range over steps of about equal length, for example `tqdm.tqdm`.
 
-    Computed in float32 at least. Dense solvers on the host take draws * layers * width^3: seconds at
-    a width of 128, hours at some thousands.
+    Computed in float32 at least. Dense solvers on the host take draws * layers * width^3: seconds
+    at a width of 128, hours at some thousands.
 
     The token's product J_L ... J_1 is the derivative of its last state by its first where attention
     is causal; without a causal mask the other tokens' response is left out of it.
 
     Raises:
         ValueError: what is not a `Transformer`, fewer draws than one, ids or a token that the model
-            does not take, or a state or a Jacobian that is not finite, of the model or of the untrained one.
+            does not take, or a state or a Jacobian that is not finite, of the model or of the
+            untrained one.
         MemoryError: Jacobians that do not fit.
 
     Source: Fernando and Guitchounts, arXiv 2605.14258, for the measures and the removal; the
@@ -120,12 +121,13 @@ def panel(
         # One call: two products run side by side.
         pair = cumulative(jnp.stack([factors, schur_normal(factors)]))
         ranks[name].append(np.asarray(pair.effective_rank))
-    together = [np.stack(values) for values in zip(*(one[:-2] for one in updates))]
+    together: list[Any] = [np.stack(values) for values in zip(*(one[:-2] for one in updates))]
+    together += updates[0][-2:]
     return Panel(
         token=int(token) % len(np.asarray(ids)),
         seed=int(seed),
         **found,
-        random_update=Measures(*together, updates[0].top, updates[0].on_host),
+        random_update=Measures(*together),
         effective_rank={name: np.stack(pairs) for name, pairs in ranks.items()},
     )
 

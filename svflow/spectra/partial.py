@@ -127,9 +127,8 @@ def partial_spectrum(
     Source: R. B. Lehoucq, D. C. Sorensen and C. Yang, "ARPACK Users' Guide", 1998; the deflated
     second run and the condition from both invariant subspaces, derived here.
     """
-    check_state(flow, layer, x, token, scope, context)
-    x = _known(x)
-    where = (flow, np.int32(layer), x, np.int32(token % x.shape[0]), context)
+    layer, x, token = check_state(flow, layer, _known(x), token, scope, context)
+    where = (flow, np.int32(layer), x, np.int32(token), context)
     A = _operator(
         functools.partial(_step_jvp, *where, scope=scope),
         functools.partial(_step_vjp, *where, scope=scope),
@@ -182,11 +181,11 @@ def propagator_singular_values(
         ValueError: as `partial_spectrum` and `simulate`.
     """
     inside = 0 <= t0 < getattr(flow, "depth", 0)  # simulate refuses other times
+    layer = math.floor(t0) if inside else 0
     place = 0 if token is None else token
-    check_state(flow, math.floor(t0) if inside else 0, x, place, "full", context)
-    x = _known(x)
+    _, x, place = check_state(flow, layer, _known(x), place, "full", context)
     options = dict(t0=float(t0), t1=float(flow.depth if t1 is None else t1), dt=float(dt))
-    where = (flow, x, None if token is None else np.int32(place % x.shape[0]), context)
+    where = (flow, x, None if token is None else np.int32(place), context)
     A = _operator(
         functools.partial(_span_jvp, *where, solver=solver, **options),
         functools.partial(_span_vjp, *where, solver=solver, **options),

@@ -135,9 +135,10 @@ def _relative(singular_values):
             f"singular_values must be (..., d) floating point, got {sigma.dtype} {sigma.shape}"
         )
     if not isinstance(sigma, jax.core.Tracer):
-        if not (jnp.isfinite(sigma) & (sigma >= 0)).all():
+        known = np.asarray(sigma)
+        if not (np.isfinite(known) & (known >= 0)).all():
             raise ValueError("singular_values must be finite and not negative")
-        if not (sigma > 0).any(axis=-1).all():
+        if not (known > 0).any(axis=-1).all():
             raise ValueError("singular_values are all zero: a zero matrix has no effective rank")
     sigma = sigma.astype(at_least_float32(sigma.dtype))
     return sigma / jax.lax.stop_gradient(sigma.max(axis=-1, keepdims=True))
@@ -221,7 +222,9 @@ def _graded(Js: np.ndarray) -> Iterator[_Graded]:
     d = Js.shape[-1]
     U, g, T = np.eye(d), np.zeros(d), np.eye(d)
     for J in Js.astype(np.float64):
-        exponent = max(np.frexp(np.abs(J).max())[1] - 900, 0)  # room for sums
+        # Room for sums above and for digits below; most factors need none.
+        exponent = np.frexp(np.abs(J).max())[1] if J.any() else 0
+        exponent -= np.clip(exponent, -900, 900)
         J, g = np.ldexp(J, -exponent), g + exponent * np.log(2)
         # What meets a column of zeros is lost before J mixes it with rounding.
         seen = J.any(axis=0)

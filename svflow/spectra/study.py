@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from filelock import FileLock, Timeout
 from jaxtyping import Float
 
 from svflow.models.transformer import Transformer
 from svflow.simulate import simulate
 from svflow.spectra.jacobians import SCOPES, layer_jacobians
-from svflow.spectra.measures import SCALARS, measures
+from svflow.spectra.measures import SCALARS, check_top, measures
 from svflow.spectra.products import cumulative
 from svflow.spectra.schur import schur_normal
 
@@ -91,12 +92,18 @@ def study(
             anything is computed; a file that was made by another model, with other settings or
             from other sequences; a Jacobian that is not finite.
     """
-    path = Path(out)
+    path = Path(out).expanduser().resolve()
     if not isinstance(model, Transformer):
         raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
-    top = max(1, model.flow.width // 32) if top is None else int(top)
     if scope not in SCOPES[:2]:
         raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
+    if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        raise ValueError(f"token must be an int, got {token!r}")
+    if not 0 <= tau < np.inf:
+        raise ValueError(f"tau must be finite and not negative, got {tau}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a file")
+    top = check_top(top, model.flow.width)
     ids = [_checked(number, sequence, model, token) for number, sequence in enumerate(sequences)]
     if not ids:
         raise ValueError("a study needs at least one sequence")
@@ -113,16 +120,26 @@ def study(
         mean_product=bool(mean_product),
     )
     digests = [hashlib.sha256(one.tobytes()).hexdigest() for one in ids]
-    rows, total = _continued(path, settings, digests)
-    for number in progress(range(len(rows), len(ids))):
-        try:
-            row, J = _measure(model, ids[number], settings)
-        except ValueError as error:
-            raise ValueError(f"sequence {number}: {error}") from error
-        rows.append(row)
-        if mean_product:
-            total = J if total is None else total + J
-        _write(path, settings, digests[: len(rows)], rows, total)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"another run is writing {path}") from error
+    try:
+        rows, total = _continued(path, settings, digests)
+        for number in progress(range(len(rows), len(ids))):
+            try:
+                row, J = _measure(model, ids[number], settings)
+            except ValueError as error:
+                raise ValueError(f"sequence {number}: {error}") from error
+            rows.append(row)
+            if mean_product:
+                total = J if total is None else total + J
+            _write(path, settings, digests[: len(rows)], rows, total)
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
     return load_study(path)
 
 
@@ -194,7 +211,6 @@ def _measure(model, ids, settings) -> tuple[dict[str, np.ndarray], np.ndarray]:
 def _continued(path, settings, digests):
     """The rows that the file has already, and the sum of its Jacobians."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         return [], None
     before, done, samples, total = _read(path)
     for name, value in settings.items():
@@ -213,8 +229,10 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str], dict[str, np.ndarray],
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
         head = json.loads(str(arrays.pop("study")))
-        settings, digests = head["settings"], head["sequences"]
-    except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        settings, digests = dict(head["settings"]), list(head["sequences"])
+        if not digests:
+            raise ValueError("it has no sequence")
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} holds no study: {error}") from error
     total = arrays.pop("sum_of_jacobians", None)
     return settings, digests, arrays, total
@@ -232,7 +250,7 @@ def _write(
     if total is not None:
         arrays["sum_of_jacobians"] = total
     head = json.dumps(dict(settings=settings, sequences=digests))
-    scratch = path.with_name(f".{path.name}.writing")
+    scratch = path.with_name(f".{path.name}.writing")  # of the one run that holds the lock
     with scratch.open("wb") as file:
         np.savez(file, study=np.asarray(head), **arrays)
     os.replace(scratch, path)
