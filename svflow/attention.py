@@ -7,8 +7,12 @@ Axes: `tokens` (queries; `rows`: some of them), `keys` (the tokens attended to),
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from svflow.dtypes import at_least_float32
@@ -42,7 +46,7 @@ def allowed_keys(
 
 def attention_weights(
     query: Float[Array, "tokens heads head"],
-    key: Float[Array, "keys groups head"],
+    keys: Sequence[Float[Array, "_ groups head"]],
     allowed: Bool[Array, "tokens keys"],
     *,
     scale: Float[Array, ""],
@@ -51,14 +55,17 @@ def attention_weights(
     """softmax_j( cap(scale q_i . k_j) ) over the allowed keys, cap(s) = softcap tanh(s / softcap).
 
     Query head h reads key group h // (heads / groups); the result's axes are (groups, heads per
-    group). The softmax is taken in float32 at least.
+    group). The softmax is taken in float32 at least. `keys` come in blocks, one after another: a
+    derivative by one block then costs nothing for the others.
     """
     tokens, heads, head = query.shape
-    groups = key.shape[1]
+    groups = keys[0].shape[1]
     shared = heads // groups
     # As matrix products in this order XLA transposes the narrow operands and never the scores.
     query = (query * scale).reshape(tokens, groups, shared, head).transpose(1, 2, 0, 3)
-    scores = query.reshape(groups, shared * tokens, head) @ key.transpose(1, 2, 0)
+    query = query.reshape(groups, shared * tokens, head)
+    blocks = [query @ key.transpose(1, 2, 0) for key in keys]
+    scores = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=-1)
     scores = scores.reshape(groups, shared, tokens, -1)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -69,11 +76,15 @@ def attention_weights(
 
 def mix_values(
     weights: Float[Array, "groups shared tokens keys"],
-    value: Float[Array, "keys groups head"],
+    values: Sequence[Float[Array, "_ groups head"]],
 ) -> Float[Array, "tokens heads head"]:
-    """sum_j a_ij v_j for every head."""
+    """sum_j a_ij v_j for every head, the values in blocks like the keys."""
     groups, shared, tokens, keys = weights.shape
-    mixed = weights.reshape(groups, shared * tokens, keys) @ value.transpose(1, 0, 2)
+    weights = weights.reshape(groups, shared * tokens, keys)
+    ends = np.cumsum([value.shape[0] for value in values])
+    parts = jnp.split(weights, ends[:-1], axis=-1) if len(values) > 1 else [weights]
+    products = [part @ value.transpose(1, 0, 2) for part, value in zip(parts, values)]
+    mixed = functools.reduce(jnp.add, products)
     mixed = mixed.reshape(groups, shared, tokens, -1).transpose(2, 0, 1, 3)
     return mixed.reshape(tokens, groups * shared, -1)
 

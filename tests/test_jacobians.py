@@ -26,7 +26,7 @@ def every_scope(flow, x, context=None):
 
     def block(token, scope):
         move = jacobians.token_map(flow, layer, x, token, scope, context)
-        return jacobians.rows_of(move, x[token], None)
+        return jacobians.columns_of(move, x[token], None)
 
     return (
         jax.jacfwd(lambda y: flow.step(layer, y, context))(x),
@@ -122,7 +122,7 @@ def test_chunks_take_less_memory():
         lowered = jacobians._jacobian.lower(flow, 0, x, 0, None, "full", chunk)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    assert peak(4) < peak(None) / 6
+    assert peak(4) < peak(None) / 4  # of what is left half is a copy of the result
 
 
 @pytest.mark.parametrize("name", ["gpt2", "velocity"])

@@ -26,16 +26,14 @@ class _Frozen(NamedTuple):
 
     Arguments:
         positions: (1,) the token's position.
-        allowed: (1, keys) the keys it attends to, its own included.
-        token: which of the keys is its own.
-        key, value: (keys, groups, head) of all tokens.
+        allowed: (1, tokens + 1) which of the tokens' keys it attends to, and of its own, the last.
+        key, value: (tokens, groups, head) before the token moves.
     """
 
     positions: Int[Array, " one"]
     allowed: Bool[Array, "one keys"]
-    token: int | Int[Array, ""]
-    key: Float[Array, "keys groups head"]
-    value: Float[Array, "keys groups head"]
+    key: Float[Array, "tokens groups head"]
+    value: Float[Array, "tokens groups head"]
 
 
 class TransformerFlow(Flow):
@@ -135,10 +133,10 @@ class TransformerFlow(Flow):
     def frozen(self, layer, x, token, context=None):
         index, part = self._time(layer)
         _, key, value = self._project(index, part, x, context)
+        allowed = self._allowed(index, x.shape[0], context)[token].at[token].set(False)
         fixed: Any = _Frozen(
             positions=token_positions(x.shape[0], context)[token][None],
-            allowed=self._allowed(index, x.shape[0], context)[token][None],
-            token=token,
+            allowed=jnp.append(allowed, True)[None],
             key=key,
             value=value,
         )
@@ -147,20 +145,19 @@ class TransformerFlow(Flow):
     def _attention(self, index, part, x, context):
         config = self.config
         q, k, v = self._project(index, part, x, context)
+        keys, values = [k], [v]
         if isinstance(context, _Frozen):
-            allowed = context.allowed
-            k = context.key.at[context.token].set(k[0])
-            v = context.value.at[context.token].set(v[0])
+            allowed, keys, values = context.allowed, [context.key, k], [context.value, v]
         else:
             allowed = self._allowed(index, x.shape[0], context)
         weights = attention.attention_weights(
             q,
-            k,
+            keys,
             allowed,
             scale=jnp.asarray(config.scales, x.dtype)[index],
             softcap=config.attention_softcap,
         )
-        mixed = attention.mix_values(weights, v).reshape(x.shape[0], -1)
+        mixed = attention.mix_values(weights, values).reshape(x.shape[0], -1)
         output = self._pick("attention", index, part).output
         return self._post("attention_post_norm", index, part, output(mixed))
 

@@ -11,7 +11,14 @@ from jaxtyping import Array, Complex, Float
 
 from svflow.flow import Context, Flow
 from svflow.spectra.eigenvalues import eigvals
-from svflow.spectra.jacobians import check_chunk, check_state, jacobian, rows_of, token_map, widened
+from svflow.spectra.jacobians import (
+    check_chunk,
+    check_state,
+    columns_of,
+    jacobian,
+    token_map,
+    widened,
+)
 
 
 def causal_spectrum(
@@ -76,7 +83,7 @@ def _blocks(flow, layer, x, context, chunk):
     flow, x = widened(flow, x)
 
     def block(token):
-        return rows_of(token_map(flow, layer, x, token, "frozen", context), x[token], chunk)
+        return columns_of(token_map(flow, layer, x, token, "frozen", context), x[token], chunk)
 
     with jax.default_matmul_precision("highest"):
         return jax.lax.map(block, jnp.arange(len(x)))

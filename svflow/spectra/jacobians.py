@@ -47,7 +47,7 @@ def jacobian(
 ) -> Float[Array, "width width"] | Float[Array, "tokens width tokens width"]:
     """The Jacobian of one layer at a state.
 
-    By reverse mode over one token (all tokens for "full"): the keys and values of the others are
+    By forward mode over one token (all tokens for "full"): the keys and values of the others are
     computed once. A mixture's router is fixed at the experts it chooses here; their weights are
     differentiated. Computed in float32 at least, matrix products at the highest precision.
 
@@ -58,8 +58,8 @@ def jacobian(
         token: whose Jacobian; negative counts from the end. Not used by "full".
         scope: "isolated", "frozen" or "full", see `svflow.spectra.jacobians`.
         context: positions and padding.
-        chunk: how many rows to compute at a time, by default all: less memory, the same result to
-            rounding.
+        chunk: how many columns to compute at a time, by default all: less memory, the same result
+            to rounding.
 
     Returns:
         (width, width), or (tokens, width, tokens, width) for "full".
@@ -189,14 +189,14 @@ def check_chunk(flow, x, scope, chunk, *, count):
     """Raises for a chunk that is none, and for `count` Jacobians that do not fit."""
     size = x.size if scope == "full" else flow.width
     if chunk is not None and _index("chunk", chunk) < 1:
-        raise ValueError(f"chunk must be a positive number of rows, got {chunk!r}")
+        raise ValueError(f"chunk must be a positive number of columns, got {chunk!r}")
     item = at_least_float32(x.dtype).itemsize
-    # The result, and what the rows of one chunk pass through: 4 widths in the feed-forward layer,
-    # several times over.
-    rows = min(size, chunk or size)
+    # The result, and what the columns of one chunk pass through: 4 widths in the feed-forward
+    # layer, several times over.
+    columns = min(size, chunk or size)
     check_memory(
         f"{count} {scope} Jacobian{'s' * (count > 1)} of {size} x {size}",
-        item * size * (count * size + 16 * rows),
+        item * size * (count * size + 16 * columns),
         x,
     )
 
@@ -215,8 +215,8 @@ def _jacobian(flow, layer, x, token, context, scope, chunk):
     flow, x = widened(flow, x)
     with jax.default_matmul_precision("highest"):
         if scope == "full":
-            return rows_of(lambda y: flow.step(layer, y, context), x, chunk)
-        return rows_of(token_map(flow, layer, x, token, scope, context), x[token], chunk)
+            return columns_of(lambda y: flow.step(layer, y, context), x, chunk)
+        return columns_of(token_map(flow, layer, x, token, scope, context), x[token], chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("scope", "chunk"))
@@ -227,14 +227,16 @@ def _layer_jacobians(flow, xs, token, context, scope, chunk):
     return jax.lax.map(one, (jnp.arange(len(xs), dtype=jnp.int32), xs))
 
 
-def rows_of(function, x, chunk):
-    """d function / d x by rows, the shape of x twice."""
-    _, pullback = jax.vjp(function, x)
+def columns_of(function, x, chunk):
+    """d function / d x by columns, the shape of x twice."""
+    _, push = jax.linearize(function, x)
 
-    def row(place):
-        cotangent = (jnp.arange(x.size) == place).astype(x.dtype)
-        return pullback(cotangent.reshape(x.shape))[0]
+    def column(place):
+        return push((jnp.arange(x.size) == place).astype(x.dtype).reshape(x.shape))
 
     places = jnp.arange(x.size)
-    rows = jax.vmap(row)(places) if chunk is None else jax.lax.map(row, places, batch_size=chunk)
-    return rows.reshape(*x.shape, *x.shape)
+    if chunk is None:
+        columns = jax.vmap(column, out_axes=-1)(places)
+    else:
+        columns = jnp.moveaxis(jax.lax.map(column, places, batch_size=chunk), 0, -1)
+    return columns.reshape(*x.shape, *x.shape)
