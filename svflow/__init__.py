@@ -12,11 +12,11 @@ Flows: `Flow` to define one's own, `Context` for positions and padding, `simulat
 `Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
 Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures`, `causal_spectrum`,
 `partial_spectrum`, `cumulative` products over depth, `schur_normal`, `controls`, and the rest of
-`spectra`. Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
+`spectra`. `power`: layers as a power method, and steering. Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
 Shapes are single-example; batches are `jax.vmap`.
 """
 
-from svflow import data, geometry, spectra
+from svflow import data, geometry, power, spectra
 from svflow.flow import Context, Flow
 from svflow.models.config import TransformerConfig
 from svflow.models.loading import load, save
@@ -68,6 +68,7 @@ __all__ = [
     "measures",
     "partial_spectrum",
     "portrait",
+    "power",
     "save",
     "schur_normal",
     "simulate",

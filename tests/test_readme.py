@@ -11,12 +11,14 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_python_blocks_run(tmp_path):
     # In a process of its own: a user has neither x64 nor strict promotion.
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     checks = (
         "assert (logits == model(ids)).all()",
         "assert jacobian.shape == (model.flow.width, *x0.shape)",
         "assert batch.shape == (2, len(ids), model.config.vocab_size)",
         "assert jnp.isfinite(batch).all()",
+        "assert steered.config == model.config",
+        "assert measured.prediction.regime == prediction.regime",
         "assert normal.shape == control.shape == (model.flow.depth,)",
     )
     script = "\n".join([*blocks, *checks])
