@@ -12,7 +12,8 @@ Flows: `Flow` to define one's own, `Context` for positions and padding, `simulat
 `Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
 Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures`, `causal_spectrum`,
 `partial_spectrum`, `cumulative` products over depth, `schur_normal`, `controls`, and the rest of
-`spectra`. `power`: layers as a power method, and steering. Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
+`spectra`. Layers as a power method, and steering: `power`.
+Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
 Shapes are single-example; batches are `jax.vmap`.
 """
 
