@@ -209,10 +209,10 @@ def equality(heads: int, tokens: int = 2048, chunk: int = 256) -> float:
 
     def both(q, k, v):
         weights = attention.attention_weights(
-            q, k, attention.allowed_keys(tokens, causal=False), scale=scale
+            q, [k], attention.allowed_keys(tokens, causal=False), scale=scale
         )
         parts = attention.attend(q, k, v, scale=scale, chunk=chunk)
-        return jnp.max(jnp.abs(attention.mix_values(weights, v) - parts))
+        return jnp.max(jnp.abs(attention.mix_values(weights, [v]) - parts))
 
     return float(jax.jit(both)(q, k, v))
 

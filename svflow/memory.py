@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 
 
-def check_memory(what: str, size: int, like: jax.Array) -> None:
+def check_memory(what: str, size: int, like: jax.Array | None) -> None:
     """Raises MemoryError where `size` bytes exceed the memory of the device that holds `like`.
 
-    On the CPU that is the machine's, or the control group's where it is smaller.
+    On the CPU, or without `like`, that is the machine's, or the control group's where it is
+    smaller.
     """
     room = _room(like)
     if room is not None and size > room:

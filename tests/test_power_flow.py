@@ -276,7 +276,7 @@ def test_chunks_are_the_dense_attention(causal, masked):
 
     @fast
     def held(q, k, v):
-        return attention.mix_values(attention.attention_weights(q, k, allowed, scale=scale), v)
+        return attention.mix_values(attention.attention_weights(q, [k], allowed, scale=scale), [v])
 
     reference = held(q, k, v)
     np.testing.assert_allclose(dense, reference, rtol=0, atol=1e-14)

@@ -408,7 +408,7 @@ def test_softcaps():
     q, k = generator.normal(size=(4, 2, 3)), generator.normal(size=(4, 1, 3))
     allowed = attention.allowed_keys(4, causal=True)
     ours = attention.attention_weights(
-        jnp.asarray(q), jnp.asarray(k), allowed, scale=jnp.asarray(0.7), softcap=0.5
+        jnp.asarray(q), [jnp.asarray(k)], allowed, scale=jnp.asarray(0.7), softcap=0.5
     )
     scores = 0.5 * np.tanh(0.7 * np.einsum("thd,sgd->hts", q, k) / 0.5)
     scores = np.exp(np.where(np.tri(4, dtype=bool), scores, -np.inf))

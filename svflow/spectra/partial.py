@@ -27,6 +27,7 @@ from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator
 
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow
+from svflow.memory import check_memory
 from svflow.simulate import simulate
 from svflow.spectra.jacobians import check_state, token_map, widened
 
@@ -123,6 +124,7 @@ def partial_spectrum(
     Raises:
         ValueError: a wrong flow, layer, shape or type of x, token, k, scope, tolerance or
             context; a state or a product with the layer's Jacobian that is not finite.
+        MemoryError: a third of the spectrum or more of a Jacobian that does not fit.
 
     Source: R. B. Lehoucq, D. C. Sorensen and C. Yang, "ARPACK Users' Guide", 1998; the deflated
     second run and the condition from both invariant subspaces, derived here.
@@ -351,6 +353,8 @@ def _is_dense(n: int, k: int) -> bool:
 
 
 def _explicit(A: _Operator) -> np.ndarray:
+    # And the eigenvectors from both sides.
+    check_memory(f"the Jacobian of {A.n} x {A.n} and its dense solution", 64 * A.n**2, None)
     return np.stack([A.apply(e) for e in np.eye(A.n)], axis=1)
 
 
