@@ -4,6 +4,11 @@ The checked modules are those that public functions have checked the input of: t
 is our own fault.
 """
 
+import os
+
+# The workers share the cores: threads of BLAS that wait for one another would only spin.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
