@@ -28,34 +28,15 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import race, seconds
 
 import svflow as sv
 from svflow import attention
 from svflow.power.flow import PowerFlow
 
-PAUSE = 0.3  # Seconds: torch's idle OpenMP threads spin for up to 0.2 s and would slow the next.
 WIDTH = 64
 SAMPLE = 8  # Runs that the NumPy loop is timed on.
 SAMPLE_LAYERS = 20  # Layers that the peers are timed on.
-
-
-def seconds(f) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(f())
-    return time.perf_counter() - start
-
-
-def race(contestants, rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns, after an untimed call."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(rounds):
-        for place in range(len(contestants)):
-            name = list(contestants)[(round_ + place) % len(contestants)]
-            time.sleep(PAUSE)
-            if not times[name]:
-                seconds(contestants[name])
-            times[name].append(seconds(contestants[name]))
-    return {name: float(np.median(t)) for name, t in times.items()}
 
 
 def weights_of(heads: int, seed: int = 0) -> list[np.ndarray]:

@@ -28,6 +28,16 @@ class Context(NamedTuple):
     mask: Bool[Array, " tokens"] | None = None
 
 
+def check_flow(flow: object, wanted: str = "flow must be") -> None:
+    """Raises ValueError for what is not a flow, saying where it is, or does not set its size."""
+    if not isinstance(flow, Flow):
+        hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
+        raise ValueError(f"{wanted} an svflow.Flow, got {type(flow).__name__}{hint}")
+    for name in ("depth", "width"):
+        if not hasattr(flow, name):
+            raise ValueError(f"{type(flow).__name__} does not set `{name}`")
+
+
 def check_context(context: Context | None, tokens: int) -> None:
     """Raises ValueError for positions or a mask of the wrong shape or type, by name."""
     if context is None:

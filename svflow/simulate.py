@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from svflow.dtypes import at_least_float32
-from svflow.flow import Context, Flow, check_context
+from svflow.flow import Context, Flow, check_context, check_flow
 from svflow.solvers import LieTrotter, SplittingSolver
 
 
@@ -223,12 +223,7 @@ def simulate(
             the span, a span outside the flow's depth, times outside the span or out of order, or
             an adaptive controller with a solver that has no error estimate.
     """
-    if not isinstance(flow, Flow):
-        hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
-        raise ValueError(f"simulate takes an svflow.Flow, got {type(flow).__name__}{hint}")
-    for name in ("depth", "width"):
-        if not hasattr(flow, name):
-            raise ValueError(f"{type(flow).__name__} does not set `{name}`")
+    check_flow(flow, "simulate takes")
     if solver is not None and not isinstance(solver, diffrax.AbstractSolver):
         raise ValueError(f"solver must be an instance of a Diffrax solver, got {solver!r}")
     if jnp.ndim(x0) != 2 or jnp.shape(x0)[1] != flow.width or jnp.shape(x0)[0] < 1:

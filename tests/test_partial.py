@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from configs import tiny_model
 from flax import nnx
 from flows import LinearFlow, VelocityFlow, fast, normal, small_flows
@@ -458,21 +459,6 @@ def test_a_flow_that_stands_still():
 # Compilation and memory
 
 
-class _Compilations:
-    """How many programs JAX compiles within a `with`."""
-
-    def __enter__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def _listen(self, event, duration, **kwargs):
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-    def __exit__(self, *exception):
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-
 @pytest.mark.usefixtures("krylov")
 def test_a_second_call_compiles_nothing():
     model, other = tiny_model("gpt2"), tiny_model("gpt2", seed=1)
@@ -487,10 +473,10 @@ def test_a_second_call_compiles_nothing():
             propagator_singular_values(small, y, 2, token=token).values,
         )
 
-    with _Compilations() as first:
+    with Compilations() as first:
         before = run(model.flow, small, 0, 1)
     assert first.count >= 6
-    with _Compilations() as later:
+    with Compilations() as later:
         new_weights = run(other.flow, different, 0, 1)
         run(model.flow, small, 1, 2)
     assert later.count == 0

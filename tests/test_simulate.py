@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from configs import tiny_model
 from flax import nnx
 from flows import LayerRecorder, LinearFlow, VelocityFlow, fast, normal, small_flows
@@ -400,21 +401,6 @@ def test_reverse_mode_keeps_one_state_a_step():
 # Compilation
 
 
-class _Compilations:
-    """How many programs JAX compiles within a `with`."""
-
-    def __enter__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def _listen(self, event, duration, **kwargs):
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-    def __exit__(self, *exception):
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-
 @pytest.mark.parametrize("name", ["default", "adaptive"])
 def test_a_second_call_compiles_nothing(name):
     options = ADJOINTS[name]
@@ -422,10 +408,10 @@ def test_a_second_call_compiles_nothing(name):
     x, y = model.embed(IDS), model.embed(IDS + 1)
     context = sv.Context(mask=jnp.ones(5, bool))
     masked = sv.Context(mask=jnp.arange(5) > 1)
-    with _Compilations() as first:
+    with Compilations() as first:
         before = sv.simulate(model.flow, x, context=context, **options).xs
     assert first.count > 0
-    with _Compilations() as later:
+    with Compilations() as later:
         sv.simulate(model.flow, x, context=context, **options)
         new_weights = sv.simulate(other.flow, x, context=context, **options).xs
         new_state = sv.simulate(model.flow, y, context=context, **options).xs

@@ -25,12 +25,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from svflow.dtypes import at_least_float32
-from svflow.flow import Context, Flow, check_context
+from svflow.flow import Context, Flow, check_context, check_flow
 from svflow.memory import check_memory
-from svflow.simulate import Trajectory
+from svflow.models.transformer import Transformer
+from svflow.simulate import Trajectory, simulate
 
 SCOPES = ("isolated", "frozen", "full")
 
@@ -94,7 +95,7 @@ def layer_jacobians(
     Raises:
         ValueError, MemoryError: as `jacobian`, with the layer's number.
     """
-    _check_flow(flow)
+    check_flow(flow)
     if isinstance(xs, Trajectory):
         raise ValueError("xs must be the states of a trajectory; pass its `.xs`")
     if jnp.ndim(xs) != 3 or len(xs) != flow.depth + 1:
@@ -110,6 +111,15 @@ def layer_jacobians(
     J = _layer_jacobians(flow, xs[:-1], np.int32(place), context, scope, chunk)
     _check_result(J, range(flow.depth))
     return J
+
+
+def text_jacobians(
+    model: Transformer, ids: Int[ArrayLike, " tokens"], *, token: int = -1, scope: str = "frozen"
+) -> Float[Array, "layers width width"]:
+    """The `layer_jacobians` of a model along a text, its states at the highest precision too."""
+    with jax.default_matmul_precision("highest"):
+        xs = simulate(model.flow, model.embed(ids)).xs
+    return layer_jacobians(model.flow, xs, token=token, scope=scope)
 
 
 def token_map(
@@ -141,7 +151,7 @@ def widened(flow: Flow, x: Array) -> tuple[Flow, Array]:
 
 def check_state(flow, layer, x, token, scope, context) -> tuple[int, Array, int]:
     """What `jacobian` raises for, but for memory and the result; layer, x, and token from 0."""
-    _check_flow(flow)
+    check_flow(flow)
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {SCOPES}, got {scope!r}")
     layer = _index("layer", layer)
@@ -174,15 +184,6 @@ def _index(name: str, value) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an int, got {value!r}") from None
-
-
-def _check_flow(flow) -> None:
-    if not isinstance(flow, Flow):
-        hint = "; pass its `.flow`" if isinstance(getattr(flow, "flow", None), Flow) else ""
-        raise ValueError(f"flow must be an svflow.Flow, got {type(flow).__name__}{hint}")
-    for name in ("depth", "width"):
-        if not hasattr(flow, name):
-            raise ValueError(f"{type(flow).__name__} does not set `{name}`")
 
 
 def check_chunk(flow, x, scope, chunk, *, count):

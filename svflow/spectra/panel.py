@@ -16,9 +16,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from svflow.models.transformer import Transformer
-from svflow.simulate import simulate
 from svflow.spectra import controls
-from svflow.spectra.jacobians import layer_jacobians
+from svflow.spectra.jacobians import text_jacobians
 from svflow.spectra.measures import Measures, measures
 from svflow.spectra.products import cumulative
 from svflow.spectra.schur import schur_normal
@@ -102,7 +101,7 @@ def panel(
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
     key = jax.random.key(seed)
-    J = _jacobians(model, ids, token)
+    J = text_jacobians(model, ids, token=token)
     steps = [*SOURCES[:2], *(name for name in CONTROLS for _ in range(draws))]
     found, updates = {"model": _measured(J)}, []
     ranks: dict[str, list[np.ndarray]] = {name: [] for name in SOURCES}
@@ -110,7 +109,7 @@ def panel(
         name, factors = steps[step], J
         if name == "untrained":
             try:
-                factors = _jacobians(controls.initialisation(key, model), ids, token)
+                factors = text_jacobians(controls.initialisation(key, model), ids, token=token)
             except ValueError as error:
                 raise ValueError(f"the same architecture untrained: {error}") from error
             found[name] = _measured(factors)
@@ -130,12 +129,6 @@ def panel(
         random_update=Measures(*together),
         effective_rank={name: np.stack(pairs) for name, pairs in ranks.items()},
     )
-
-
-def _jacobians(model, ids, token):
-    with jax.default_matmul_precision("highest"):
-        states = simulate(model.flow, model.embed(ids)).xs
-    return layer_jacobians(model.flow, states, token=token)
 
 
 def _measured(J: Float[Array, "layers width width"]) -> Measures:

@@ -18,8 +18,7 @@ from filelock import FileLock, Timeout
 from jaxtyping import Float
 
 from svflow.models.transformer import Transformer
-from svflow.simulate import simulate
-from svflow.spectra.jacobians import SCOPES, layer_jacobians
+from svflow.spectra.jacobians import SCOPES, text_jacobians
 from svflow.spectra.measures import SCALARS, check_top, measures
 from svflow.spectra.products import cumulative
 from svflow.spectra.schur import schur_normal
@@ -191,9 +190,7 @@ def _digest(model) -> str:
 
 
 def _measure(model, ids, settings) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    with jax.default_matmul_precision("highest"):
-        xs = simulate(model.flow, model.embed(ids)).xs
-    J = layer_jacobians(model.flow, xs, token=settings["token"], scope=settings["scope"])
+    J = text_jacobians(model, ids, token=settings["token"], scope=settings["scope"])
     found = measures(J, top=settings["top"], tau=settings["tau"])
     row = {name: np.asarray(getattr(found, name), np.float64) for name in SCALARS}
     row |= {f"ginibre_{name}": value for name, value in found.ginibre.items()}
