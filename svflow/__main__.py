@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -24,13 +25,13 @@ from svflow.data import PASSAGE, default_model_path
 from svflow.models.loading import load
 from svflow.models.tokenizer import load_tokenizer
 from svflow.models.transformer import Transformer
+from svflow.panels import PANELS, depth
 from svflow.portrait import portrait
-from svflow.spectra import Panel, panel
 
 FILES = (
     "index.html",
     "portrait.json",
-    *(f"{key}.png" for key in (*report.MEASURES, *page.SPECTRAL)),
+    *(f"{key}.png" for panel in (depth, *PANELS.values()) for key in panel.PICTURES),
 )
 """Every name that is written; nothing else in the folder is touched."""
 
@@ -92,6 +93,11 @@ def _parser() -> argparse.ArgumentParser:
         help="leave out the spectra of the layers' Jacobians: their time grows as draws x layers x "
         "width^3, to minutes at a width of 768 and far more at some thousands",
     )
+    parser.add_argument(
+        "--no-power",
+        action="store_true",
+        help="leave out the layers' principal directions: their time grows as layers x width^3",
+    )
     return parser
 
 
@@ -109,7 +115,11 @@ def _run(arguments: argparse.Namespace) -> None:
         ids, cut_from = _fit(model, ids, arguments.max_tokens)
         bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
         found = portrait(model, ids, progress=bar)
-        spectra = None if arguments.no_spectra else _spectra(model, ids, arguments.draws)
+        panels = {
+            key: _measured(panel, model, ids, arguments.draws)
+            for key, panel in PANELS.items()
+            if not getattr(arguments, f"no_{key}")
+        }
         doc = report.document(
             found,
             model,
@@ -118,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> None:
             text=text,
             pieces=pieces[: len(ids)],
             cut_from=cut_from,
-            spectra=spectra,
+            panels=panels,
         )
         light, dark = page.pictures(doc, "light"), page.pictures(doc, "dark")
         for key, png in light.items():
@@ -133,12 +143,12 @@ def _run(arguments: argparse.Namespace) -> None:
     )
 
 
-def _spectra(model: Transformer, ids: np.ndarray, draws: int | None) -> Panel:
-    bar = functools.partial(tqdm, desc="spectra", delay=2, leave=False, disable=None)
+def _measured(panel: ModuleType, model: Transformer, ids: np.ndarray, draws: int | None) -> Any:
+    bar = functools.partial(tqdm, desc=panel.KEY, delay=2, leave=False, disable=None)
     try:
-        return panel(model, ids, draws=draws, progress=bar)
+        return panel.measure(model, ids, draws=draws, progress=bar)
     except (ValueError, MemoryError) as error:
-        raise ValueError(f"{error}; --no-spectra leaves the spectra out") from error
+        raise ValueError(f"{error}; --no-{panel.KEY} leaves this part out") from error
 
 
 def _json(doc: dict[str, Any]) -> str:

@@ -50,9 +50,9 @@ class Series(NamedTuple):
         line: (points,) the values; nan leaves a gap.
         low, high: (points,) the edges of the band around it.
         companion: (points,) a thin dashed line of the same colour.
-        noise: (points,) a dotted line, what a random matrix gives.
+        noise: (points,) a dotted line, what chance gives.
         spread: (points,) half the height of a band around `noise`.
-        update: (points,) a thin line with hollow markers, what the identity and noise give.
+        update: (points,) a thin line with hollow markers, a closer companion.
     """
 
     label: str
@@ -124,6 +124,8 @@ def over_depth(
     scale: str | float = "linear",
     level: tuple[str, float] | None = None,
     companion: str = "first token",
+    noise: str = "Gaussian",
+    update: str = "identity + Gaussian",
     first: int = 0,
 ) -> Axes:
     """Lines over depth, each with its band and its companions, on axes of a `style`.
@@ -136,12 +138,13 @@ def over_depth(
         scale: of the vertical axis: "linear", "log", or a number s for an axis that is linear
             within +-s and logarithmic beyond.
         level: the name and height of a horizontal line to compare with.
-        companion: the name of the dashed companions.
+        companion, noise, update: the names of the dashed, the dotted and the hollow companions.
         first: where the horizontal axis begins, 1 for what only layers have.
     """
     tone = THEMES[theme]
     hollow: dict[str, Any] = dict(lw=0.9, mfc=tone["paper"], mew=0.9, ms=5.2)
     dotted: dict[str, Any] = dict(color=tone["pale"], lw=1.2, ls=(0, (1, 1)))
+    several = sum(one.noise is not None for one in series) > 1
     for one in series:
         colour = COLOURS[theme][one.hue]
         if one.low is not None and one.high is not None:
@@ -150,7 +153,7 @@ def over_depth(
             low, high = one.noise - one.spread, one.noise + one.spread
             axes.fill_between(depth, low, high, color=tone["pale"], alpha=0.17, lw=0)
         if one.noise is not None:
-            axes.plot(depth, one.noise, **dotted | ({"color": colour} if len(series) > 1 else {}))
+            axes.plot(depth, one.noise, **dotted | ({"color": colour} if several else {}))
         if one.companion is not None:
             axes.plot(depth, one.companion, color=colour, lw=1, ls=(0, (4, 2)), alpha=0.8)
         if one.update is not None:
@@ -177,9 +180,9 @@ def over_depth(
         axes.plot([], [], color=tone["pale"], lw=1, ls=(0, (4, 2)), label=companion)
     if any(one.noise is not None for one in series):
         band = any(one.spread is not None for one in series)
-        axes.plot([], [], **dotted, label="Gaussian ± 2 sd" if band else "Gaussian")
+        axes.plot([], [], **dotted, label=f"{noise} ± 2 sd" if band else noise)
     if any(one.update is not None for one in series):
-        axes.plot([], [], color=tone["pale"], marker="o", **hollow, label="identity + Gaussian")
+        axes.plot([], [], color=tone["pale"], marker="o", **hollow, label=update)
     if isinstance(scale, float):
         axes.set_yscale("symlog", linthresh=scale, linscale=2)
         note = f"linear within ±{scale:g}"

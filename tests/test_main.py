@@ -23,7 +23,11 @@ import svflow.__main__ as command
 from svflow import page as webpage
 from svflow import report
 from svflow.data import PASSAGE
+from svflow.panels import PANELS, depth, power, spectra
+from svflow.panels.measure import number
 from svflow.portrait import Portrait, portrait, summary
+from svflow.power.matrices import SHIFTS
+from svflow.power.panel import panel as power_panel
 from svflow.spectra.panel import CONTROLS, SOURCES, Panel, _measured, panel
 
 DATA = Path(__file__).parent / "data"
@@ -64,8 +68,9 @@ def read(out):
 def check_outputs(out, printed):
     """What holds for every portrait: the four outputs agree, and the page stands alone."""
     doc, page = read(out)
-    keys = [*doc["measures"], *(webpage.SPECTRAL if doc["spectra"] else ())]
-    formulas = report.MEASURES | report.SPECTRA | {"rank": report.RANK}
+    present = [panel for key, panel in PANELS.items() if doc[key]]
+    keys = [*doc["measures"], *(key for panel in present for key in panel.PICTURES)]
+    formulas = depth.MEASURES | spectra.SPECTRA | {"rank": spectra.RANK} | power.POWER
     written = {"index.html", "portrait.json", *(f"{key}.png" for key in keys)}
     assert {path.name for path in out.iterdir()} == written
     assert doc["format"] == report.FORMAT
@@ -82,15 +87,19 @@ def check_outputs(out, printed):
     lines = printed.splitlines()
     assert max(map(len, lines[:-1])) <= 100  # the last line names the folder
     names = ["embed", *map(str, range(1, doc["model"]["layers"] + 1))]
-    check_table(lines, page, "By depth", report.columns(doc), names)
-    assert "Local linear dynamics" in page
-    assert ("<code>--no-spectra</code> adds them" in page) == (doc["spectra"] is None)
+    check_table(lines, page, "By depth", depth.columns(doc), names)
+    below = lines[lines.index("") + 1 :]
+    for key, one in PANELS.items():
+        assert one.TITLE in page
+        assert (f"<code>--no-{key}</code> adds them" in page) == (doc[key] is None)
+        if doc[key]:
+            below = below[below.index("") + 1 :]  # the tables stand between empty lines
+            after = page[page.index(one.TITLE) :]
+            check_table(below, after, "Every measure", one.columns(doc), names[1:], before=True)
     if doc["spectra"]:
-        below = lines[lines.index("") + 1 :]  # the model, the first table, the second
-        below = below[below.index("") + 1 :]
-        columns = report.spectral_columns(doc)
-        check_table(below, page, "Every measure", columns, names[1:], before=True)
         check_spectra(doc, page)
+    if doc["power"]:
+        check_power(doc, page)
     for note in report.notes(doc):
         assert html.escape(note) in page
         assert note in " ".join(printed.split())
@@ -111,7 +120,7 @@ def check_table(lines, page, heading, columns, names, before=False):
     """The next table in print, and the first on the page after a heading or the last before it."""
     start = next(place for place, line in enumerate(lines) if line.startswith("─")) + 1
     table = [line.split() for line in lines[start : start + len(names)]]
-    expected = [[report.number(values[row]) for *_, values in columns] for row in range(len(names))]
+    expected = [[number(values[row]) for *_, values in columns] for row in range(len(names))]
     assert [row[1:] for row in table] == expected
     assert [row[0] for row in table] == names
     at = page.index(heading)
@@ -125,47 +134,71 @@ def check_table(lines, page, heading, columns, names, before=False):
 
 def check_spectra(doc, page):
     """Shapes, and every number of the table after the last layer."""
-    spectra, layers, width = doc["spectra"], doc["model"]["layers"], doc["model"]["width"]
-    assert list(spectra["measures"]) == list(report.SPECTRA)
-    for measure in spectra["measures"].values():
+    found, layers, width = doc["spectra"], doc["model"]["layers"], doc["model"]["width"]
+    assert list(found["measures"]) == list(spectra.SPECTRA)
+    for measure in found["measures"].values():
         for line in measure["lines"].values():
             assert list(line)[:4] == ["model", "untrained", "gaussian", "random_update"]
             assert {len(values) for values in line.values()} == {layers}
-    (noise,) = spectra["measures"]["complex_fraction"]["lines"].values()
+    (noise,) = found["measures"]["complex_fraction"]["lines"].values()
     assert list(noise)[4:] == ["excess", "deviation"]
-    deviation = report.number(sv.spectra.ginibre.complex_fraction_deviation(width))
+    deviation = number(sv.spectra.ginibre.complex_fraction_deviation(width))
     assert f"with a standard deviation of {deviation}." in page
-    for values in spectra["eigenvalues"].values():
+    for values in found["eigenvalues"].values():
         assert np.shape(values) == (layers, width, 2)
-    assert tuple(spectra["rank"]["lines"]) == SOURCES
+    assert tuple(found["rank"]["lines"]) == SOURCES
     at = page.index("After the last layer")
     table = page[at : page.index("</table>", at)]
     rows = re.findall("<tr>(.*?)</tr>", table)[1:]
-    for row, (source, line) in zip(rows, spectra["rank"]["lines"].items(), strict=True):
+    for row, (source, line) in zip(rows, found["rank"]["lines"].items(), strict=True):
         assert (f"<code>{source}</code>" in row) == (source in CONTROLS)
         for key, cell in zip(
             ("before", "after", "gain"), re.findall("<td>(.*?)</td>", row), strict=True
         ):
             drawn = sorted(one[-1] for one in line[key])
-            assert len(drawn) == (spectra["draws"] if source in CONTROLS else 1)
-            shown = [report.number(one) for one in (np.median(drawn), drawn[0], drawn[-1])]
+            assert len(drawn) == (found["draws"] if source in CONTROLS else 1)
+            shown = [number(one) for one in (np.median(drawn), drawn[0], drawn[-1])]
             assert re.findall(r"[^ ()–]+", cell) == shown[: 3 if drawn[-1] > drawn[0] else 1]
         assert html.escape(line["keeps"]) in row
-    gains = [one[-1] for name in CONTROLS for one in spectra["rank"]["lines"][name]["gain"]]
-    least, largest = report.number(min(gains)), report.number(max(gains))
-    assert f"by {least} to {largest} over {spectra['draws']} draw" in page
+    gains = [one[-1] for name in CONTROLS for one in found["rank"]["lines"][name]["gain"]]
+    least, largest = number(min(gains)), number(max(gains))
+    assert f"by {least} to {largest} over {found['draws']} draw" in page
     assert f"random controls {least} to {largest}" in page  # at a glance
+
+
+def check_power(doc, page):
+    """Shapes, what is counted in the sentences, and the card."""
+    found, layers = doc["power"], doc["model"]["layers"]
+    assert list(found["measures"]) == list(power.POWER)
+    for key, measure in found["measures"].items():
+        assert list(measure["lines"]) == (["tokens"] if key == "consensus" else list(SHIFTS))
+        for line in measure["lines"].values():
+            assert list(line)[:2] == ["model", "untrained"]
+            assert {len(values) for values in line.values()} == {layers + 1 - measure["start"]}
+    for shift, name in (("modulus", "|λ|"), ("residual", "|1 + λ|")):
+        assert np.shape(found["eigenvalues"][shift]) == (layers, 2)
+        rho, gamma = (found["measures"][key]["lines"][shift] for key in ("rho", "gamma"))
+        turned = sum(share > 0.5 for share in rho["model"])
+        above = sum(a > b for a, b in zip(gamma["model"], gamma["chance"], strict=True))
+        said = f"by {name}: ρ above one half in {turned} of {layers} layers, γ above chance in "
+        assert f"{said}{above}" in page
+        if not found["shared"]:
+            above = sum(a > (b or 1) for a, b in zip(gamma["model"], gamma["other"], strict=True))
+            assert f"above what the other layers’ give in {above}." in page
+    assert (found["regime"] is None) == (not found["shared"])
+    gamma = found["measures"]["gamma"]["lines"]["modulus"]["model"][-1]
+    assert f'by |λ|</p><p class="value">{number(gamma)}</p>' in page
 
 
 def test_gpt2(gpt2, tmp_path, capsys):
     out = tmp_path / "a" / "portrait"
-    options = ("--out", out, "--dtype", "float64", "--no-spectra")
+    options = ("--out", out, "--dtype", "float64", "--no-spectra", "--no-power")
     status, printed, errors = run(capsys, gpt2, "--text", TEXT, *options)
     assert (status, errors) == (0, "")
     doc, page = check_outputs(out, printed)
-    assert doc["spectra"] is None
+    assert doc["spectra"] is doc["power"] is None
     assert "jacobian" not in printed.lower()
-    assert list(doc["measures"]) == list(report.MEASURES)
+    assert list(doc["measures"]) == list(depth.MEASURES)
     assert doc["text"] == TEXT == "".join(doc["pieces"])
     assert doc["model"]["name"] == gpt2.name
     assert doc["model"]["parameters"] == 280 * 32 + 64 * 32 + 2 * (12 * 32**2 + 13 * 32) + 64
@@ -227,7 +260,7 @@ def test_llama_and_a_text_that_is_cut(tmp_path, capsys):
     status, printed, errors = run(capsys, LLAMA, *ids, "--dtype", "float64", "--out", tmp_path)
     assert (status, errors) == (0, "svflow: 8 tokens, cut to the first 7\n")
     doc, page = check_outputs(tmp_path, printed)
-    assert list(doc["measures"]) == list(report.MEASURES)
+    assert list(doc["measures"]) == list(depth.MEASURES)
     assert doc["states"] == "whole"
     assert doc["ids"] == [5, 71, 3, 3, 44, 18, 90]
     assert (doc["cut_from"], doc["pieces"]) == (8, ["5", "71", "3", "3", "44", "18", "90"])
@@ -235,16 +268,18 @@ def test_llama_and_a_text_that_is_cut(tmp_path, capsys):
     assert "Given as token ids." in page
     assert "at token 7, id 90, with" in page
     assert "The text has 8 tokens and was cut to the first 7." in printed
-    check_document(doc, panel(sv.load(LLAMA, dtype=jnp.float64), np.array(doc["ids"]), draws=2))
+    model, ids = sv.load(LLAMA, dtype=jnp.float64), np.array(doc["ids"])
+    check_document(doc, panel(model, ids, draws=2))
+    check_power_document(doc, power_panel(model, ids))
 
 
 def check_document(doc, found):
     """The file holds the panel, to the last bit."""
-    spectra = doc["spectra"]
-    assert (spectra["token"], spectra["seed"]) == (found.token, found.seed) == (6, 0)
-    assert spectra["resolution"] == 2.0**52
-    for key, measure in spectra["measures"].items():
-        for line, name in report.scalars(key).items():
+    parts = doc["spectra"]
+    assert (parts["token"], parts["seed"]) == (found.token, found.seed) == (6, 0)
+    assert parts["resolution"] == 2.0**52
+    for key, measure in parts["measures"].items():
+        for line, name in spectra.scalars(key).items():
             values = {k: np.array(v, float) for k, v in measure["lines"][line].items()}
             for source in ("model", "untrained"):
                 expected = getattr(getattr(found, source), name)
@@ -257,15 +292,47 @@ def check_document(doc, found):
                 np.testing.assert_array_equal(values["excess"], found.model.excess[name])
             expected = np.where(known, found.model.ginibre[name], np.nan)
             np.testing.assert_array_equal(values["gaussian"], expected)
-    for source, pairs in spectra["eigenvalues"].items():
+    for source, pairs in parts["eigenvalues"].items():
         re_im = np.moveaxis(np.array(pairs), -1, 0)
         values = getattr(found, source).eigenvalues
         np.testing.assert_array_equal(re_im, [values.real, values.imag])
-    for source, line in spectra["rank"]["lines"].items():
+    for source, line in parts["rank"]["lines"].items():
         before, after = np.moveaxis(found.effective_rank[source], 1, 0)
         np.testing.assert_array_equal(line["before"], before)
         np.testing.assert_array_equal(line["after"], after)
         np.testing.assert_array_equal(line["gain"], after / before)
+
+
+def check_power_document(doc, found):
+    """The file holds the power panel, to the last bit."""
+    own, fresh = found.model, found.untrained
+    for shift in SHIFTS:
+        lines = {key: one["lines"].get(shift) for key, one in doc["power"]["measures"].items()}
+        pairs = [getattr(one.principal, shift) for one in (own, fresh)]
+        real, drawn, reduced = (getattr(one, shift) for one in (own.real, fresh.real, own.reduced))
+        values = np.asarray(pairs[0].value)
+        re_im = np.transpose(doc["power"]["eigenvalues"][shift])
+        np.testing.assert_array_equal(re_im, [values.real, values.imag])
+        for line, field, expected in (
+            ("gap", "model", pairs[0].gap_ratio),
+            ("gap", "untrained", pairs[1].gap_ratio),
+            ("gamma", "model", real.alignment.gamma),
+            ("gamma", "untrained", drawn.alignment.gamma),
+            ("gamma", "reduced", reduced.alignment.gamma),
+            ("gamma", "chance", real.alignment.chance),
+            ("gamma", "other", real.other),
+            ("gamma", "signed", real.alignment.signed),
+            ("rho", "model", real.alignment.rho),
+            ("rho", "p_value", real.alignment.p_value),
+            ("span", "model", real.span),
+            ("span", "chance", real.span_chance),
+        ):
+            got = np.array(lines[line][field], float)
+            np.testing.assert_array_equal(got, np.asarray(expected, float), err_msg=field)
+    lines = doc["power"]["measures"]["consensus"]["lines"]["tokens"]
+    np.testing.assert_array_equal(lines["model"], own.real.consensus)
+    np.testing.assert_array_equal(lines["reduced"], own.reduced.consensus)
+    assert lines["chance"] == [len(doc["ids"]) ** -0.5] * len(own.real.consensus)
 
 
 def test_a_model_that_sees_both_sides(tmp_path, capsys):
@@ -279,9 +346,11 @@ def test_a_model_that_sees_both_sides(tmp_path, capsys):
     assert (tmp_path / "notes.txt").read_text() == "old"
     (tmp_path / "notes.txt").unlink()
     doc, page = check_outputs(tmp_path, printed)
-    assert list(doc["measures"]) == [key for key in report.MEASURES if key != "loss"]
+    assert list(doc["measures"]) == [key for key in depth.MEASURES if key != "loss"]
     assert "both sides" in doc["loss_absent"]
     assert doc["model"]["dtype"] == "bfloat16"
+    assert doc["power"]["shared"]
+    assert "The theory of the reduced system then predicts: " in printed
     for said in (printed, html.unescape(page)):
         said = " ".join(said.split())
         assert "No next-token loss: its attention sees both sides" in said
@@ -300,7 +369,7 @@ def test_one_layer_has_no_cosine():
         states[:, :2], 0.125,
     )  # fmt: skip
     doc = report.document(found, model, [7, 7, 7], name="m", text=None, pieces=["7"] * 3)
-    assert list(doc["measures"]) == [key for key in report.MEASURES if key != "cosine"]
+    assert list(doc["measures"]) == [key for key in depth.MEASURES if key != "cosine"]
     page = webpage.page(doc, webpage.pictures(doc, "light"), webpage.pictures(doc, "dark"))
     assert 'id="cosine"' not in page
     assert all(line.count("1.000") == 10 for line in report.table(doc).splitlines()[4:5])
@@ -339,16 +408,16 @@ def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch)
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for name in ("portrait", "panel", "page.page"):
+    for name in ("__main__.portrait", "panels.spectra.panel", "page.page"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"svflow.__main__.{name}", interrupt)
+            patch.setattr(f"svflow.{name}", interrupt)
             old = tmp_path / "old"
             old.mkdir(exist_ok=True)
             (old / "norm.png").write_text("old")
             for out in (old, tmp_path / "new"):
                 arguments = ("--text", TEXT, "--dtype", "float64", "--out", out)
                 if name == "page.page":
-                    arguments += ("--no-spectra",)
+                    arguments += ("--no-spectra", "--no-power")
                 status, printed, errors = run(capsys, gpt2, *arguments)
                 assert (status, printed) == (130, "")
                 assert errors == "svflow: interrupted, nothing was written\n"
@@ -374,14 +443,14 @@ def example():
         refined=dict(start=0, lines=dict(distance=line(3), uncertainty=line(3))),
     )
     for key, measure in measures.items():
-        measure.update(title=report.MEASURES[key].title, unit=report.MEASURES[key].unit)
+        measure.update(title=depth.MEASURES[key].title, unit=depth.MEASURES[key].unit)
     return dict(
         format=report.FORMAT,
         model=dict(name="<m>", family="f", layers=2, width=8, vocabulary=9, parameters=7,
                    dtype="float32", norm="rms", placement="pre", causal=True),
         text="a", ids=[1, 2, 3, 4], pieces=["<s>", "a", "b", "c"], cut_from=None, states="whole",
         dt=0.125, device="cpu (cpu)", versions=dict(jax="1"), loss_absent="it has no head",
-        measures=measures, spectra=None,
+        measures=measures, spectra=None, power=None,
     )  # fmt: skip
 
 
@@ -393,7 +462,7 @@ def example_with_spectra(J):
     )  # fmt: skip
     doc = example()
     doc["model"]["width"] = len(J[0])
-    return doc | dict(spectra=report.spectral_document(measured))
+    return doc | dict(spectra=spectra.document(measured))
 
 
 def test_spectra_that_do_not_exist_are_null(seed):
@@ -439,7 +508,7 @@ def test_eigenvalues_in_frames(seed):
     values = 1 + 0.3 * (real + 1j * imag)
     values[2] *= 10
     values[4, 0] = 30
-    frames = webpage._frames(values)
+    frames = spectra._frames(values)
     assert [shared for _, shared in frames] == [True, True, False, True, True, True]
     assert len({frame for frame, shared in frames if shared}) == 1
     for layer, ((low, high, up), _) in enumerate(frames):
@@ -448,7 +517,7 @@ def test_eigenvalues_in_frames(seed):
         assert np.sum(~inside) == (layer == 4), layer
         assert 1 <= (high - low) / (2 * up) <= 2 + 1e-9
     # All at one point, as of layers that do nothing, is a frame too.
-    (((low, high, up), shared),) = webpage._frames(np.ones((1, 5), complex))
+    (((low, high, up), shared),) = spectra._frames(np.ones((1, 5), complex))
     assert shared
     assert low < 1 < high
     assert up > 0
@@ -506,5 +575,5 @@ def test_values_that_do_not_exist_are_dots_and_gaps():
     ],
 )
 def test_numbers(value, shown):
-    assert report.number(value) == shown
+    assert number(value) == shown
     assert len(shown) <= 7

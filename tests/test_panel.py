@@ -8,7 +8,7 @@ from configs import tiny_model
 from flax import nnx
 
 import svflow as sv
-from svflow import report
+from svflow.panels import spectra
 from svflow.spectra import controls
 from svflow.spectra.measures import SCALARS
 from svflow.spectra.panel import CONTROLS, SOURCES, panel
@@ -133,6 +133,6 @@ def test_an_untrained_model_that_is_not_finite_says_so(monkeypatch):
 
 
 def test_every_source_and_measure_has_its_words():
-    assert tuple(report.KEEPS) == SOURCES
-    shown = {name for key in report.SPECTRA for name in report.scalars(key).values()}
+    assert tuple(spectra.KEEPS) == SOURCES
+    shown = {name for key in spectra.SPECTRA for name in spectra.scalars(key).values()}
     assert shown == set(SCALARS) - {"effective_rank", "participation_ratio"}
