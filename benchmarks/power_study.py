@@ -7,7 +7,8 @@ MODEL (a folder, hub id or .gguf file) and its untrained self. The text is `svfl
 for a folder with vocab.txt and no tokenizer.json, a chemical reaction. Then steering: the theory's
 table on random layers, and dose and response on the embedded model.
 
-With --out the tables take the place of everything after the line "## Tables" of that file.
+With --out the tables take the place of everything after the line "## Tables" of that file, and a
+picture of dose and response per steered layer is written beside it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 from flax import nnx
+from matplotlib.figure import Figure
 
 import svflow as sv
-from svflow import power
+from svflow import plotting, power
 from svflow.power.flow import PowerFlow
+from svflow.power.steering_plot import dose_picture
 
 STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 CUTS = (None, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -138,7 +142,26 @@ def random_layers(width: int, layers: int, draws: int = 200, tokens: int = 32, h
     return np.mean(found, axis=0), float(np.mean(agreement))
 
 
-def steering_lines() -> list[str]:
+def picture(dose: power.DoseResponse, title: str, file: Path) -> None:
+    effect = jax.tree.map(np.asarray, dose.effect)
+    with matplotlib.rc_context(plotting.style("light")):
+        figure = Figure()
+        dose_picture(
+            figure,
+            np.asarray(dose.strengths),
+            dose.variants,
+            cosine=effect.cosine,
+            size=effect.size,
+            positive=effect.positive,
+            kl=effect.kl,
+            unsteered=(effect.unsteered_cosine[0, 0], effect.unsteered_positive[0, 0]),
+            theme="light",
+            title=title,
+        )
+        figure.savefig(file, dpi=120, metadata={"Software": None})
+
+
+def steering_lines(folder: Path | None) -> list[str]:
     lines = ["", "### Steering the last of random layers (reduced system, 200 draws)", ""]
     names = [f"{v} {a}" for v in ("basic", "exact", "mean") for a in (10, 100)]
     lines += ["Mean of |cos(token, z)| and share of tokens with +z.", ""]
@@ -154,9 +177,10 @@ def steering_lines() -> list[str]:
     for layer in (model.flow.depth // 2, model.flow.depth - 1):
         dose = power.dose_response(model, z, STRENGTHS, ids, layer=layer)
         e, unsteered = dose.effect, jax.tree.map(lambda a: float(a[0, 0]), dose.effect)
+        title = f'Steering layer {layer + 1} of {model.flow.depth}, embedded model, to " whale"'
         lines += [
             "",
-            f'### Steering layer {layer + 1} of {model.flow.depth}, embedded model, to " whale"',
+            f"### {title}",
             "",
             f"Unsteered: cosine {unsteered.unsteered_cosine:.2f}, share "
             f"{unsteered.unsteered_positive:.2f}, loss {unsteered.loss_before:.2f}. |ybar| = "
@@ -172,6 +196,10 @@ def steering_lines() -> list[str]:
             ]
             reach = "" if np.isnan(dose.reach[i]) else f"{dose.reach[i]:.3f}"
             lines.append(f"| {variant} | {reach} | " + " | ".join(cells) + " |")
+        if folder is not None:
+            file = folder / f"steering_layer_{layer + 1}.png"
+            picture(dose, title, file)
+            lines += ["", f"![Dose and response, layer {layer + 1}]({file.name})"]
         lines += ["", "The mean variant at strength 10, small singular values of V cut off:", ""]
         lines += ["| rcond | reach | cosine | share with +z | KL |", "|---" * 5 + "|"]
         for rcond in CUTS:
@@ -189,7 +217,8 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    tables = "\n".join([*study_lines(given.models), *steering_lines()]) + "\n"
+    folder = None if given.out is None else given.out.parent
+    tables = "\n".join([*study_lines(given.models), *steering_lines(folder)]) + "\n"
     if given.out is None:
         print(tables)
         return
