@@ -58,14 +58,14 @@ def test_a_killed_run_is_continued_and_computes_nothing_twice(model, whole, tmp_
     path = tmp_path / "some" / "study.npz"
     computed = []
 
-    def measure(model, ids, settings, real=module._measure):
+    def measure(model, ids, settings, real=module.measured):
         if len(computed) == 2 and "killed" not in computed:
             computed.append("killed")
             raise KeyboardInterrupt
         computed.append(ids.tolist())
         return real(model, ids, settings)
 
-    monkeypatch.setattr(module, "_measure", measure)
+    monkeypatch.setattr(module, "measured", measure)
     with pytest.raises(KeyboardInterrupt):
         sv.spectra.study(model, SEQUENCES, path)
     assert len(sv.spectra.load_study(path).samples["spectral_radius"]) == 2
@@ -96,7 +96,7 @@ def test_another_model_setting_or_text_is_refused(model, whole):
 
 
 def test_bad_input_is_named_before_any_work(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_measure", None)
+    monkeypatch.setattr(module, "measured", None)
     path = tmp_path / "study.npz"
     for sequences, message in (
         ([], "at least one sequence"),

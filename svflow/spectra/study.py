@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from filelock import FileLock, Timeout
 from jaxtyping import Float
 
 from svflow.models.transformer import Transformer
+from svflow.resumable import Arrays, check_sequences, digest, over_sequences, read
 from svflow.spectra.jacobians import SCOPES, text_jacobians
 from svflow.spectra.measures import SCALARS, check_top, measures
 from svflow.spectra.products import cumulative
@@ -25,6 +19,7 @@ from svflow.spectra.schur import schur_normal
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 PRODUCTS = ("cumulative_effective_rank", "cumulative_participation_ratio")
+TOTAL = "sum_of_jacobians"
 NORMAL = tuple(f"{name}_of_schur_normal" for name in PRODUCTS)
 
 
@@ -91,7 +86,6 @@ def study(
             anything is computed; a file that was made by another model, with other settings or
             from other sequences; a Jacobian that is not finite.
     """
-    path = Path(out).expanduser().resolve()
     if not isinstance(model, Transformer):
         raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
     if scope not in SCOPES[:2]:
@@ -100,14 +94,11 @@ def study(
         raise ValueError(f"token must be an int, got {token!r}")
     if not 0 <= tau < np.inf:
         raise ValueError(f"tau must be finite and not negative, got {tau}")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a file")
     top = check_top(top, model.flow.width)
-    ids = [_checked(number, sequence, model, token) for number, sequence in enumerate(sequences)]
-    if not ids:
-        raise ValueError("a study needs at least one sequence")
+    ids = check_sequences(sequences, model)
+    check_token(ids, token)
     settings = dict(
-        model=_digest(model),
+        model=digest(model),
         family=model.config.family,
         layers=model.flow.depth,
         width=model.flow.width,
@@ -118,44 +109,27 @@ def study(
         normal=bool(normal),
         mean_product=bool(mean_product),
     )
-    digests = [hashlib.sha256(one.tobytes()).hexdigest() for one in ids]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(f"another run is writing {path}") from error
-    try:
-        rows, total = _continued(path, settings, digests)
-        for number in progress(range(len(rows), len(ids))):
-            try:
-                row, J = _measure(model, ids[number], settings)
-            except ValueError as error:
-                raise ValueError(f"sequence {number}: {error}") from error
-            rows.append(row)
-            if mean_product:
-                total = J if total is None else total + J
-            _write(path, settings, digests[: len(rows)], rows, total)
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-    return load_study(path)
+
+    def measure(ids: np.ndarray, carried: Arrays) -> tuple[Arrays, Arrays]:
+        row, J = measured(model, ids, settings)
+        if not mean_product:
+            return row, carried
+        total = carried[TOTAL] + J if carried else J
+        return row, {TOTAL: total}
+
+    over_sequences(out, settings, ids, measure, progress=progress)
+    return load_study(out)
 
 
 def load_study(path: str | os.PathLike[str]) -> Study:
     """The study in a file, finished or not. Raises ValueError for a file that holds none."""
-    settings, _, samples, total = _read(Path(path))
+    settings, sequences, samples, carried = read(path)
     products: dict[str, np.ndarray] = {}
-    count = len(next(iter(samples.values())))
-    if total is not None:
-        found = cumulative(jnp.asarray(total / count))
+    if TOTAL in carried:
+        found = cumulative(jnp.asarray(carried[TOTAL] / len(sequences)))
         pair = (found.effective_rank, found.participation_ratio)
         products = {name: np.asarray(value) for name, value in zip(PRODUCTS, pair)}
-    ginibre = {
-        name.removeprefix("ginibre_"): samples.pop(name)
-        for name in list(samples)
-        if name.startswith("ginibre_")
-    }
+    samples, ginibre = without_ginibre(samples)
     return Study(
         samples=samples,
         ginibre=ginibre,
@@ -168,28 +142,22 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     )
 
 
-def _checked(number, sequence, model, token):
-    ids = np.asarray(sequence)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
-        raise ValueError(f"sequence {number} is not a sequence of token ids")
-    if not -ids.size <= token < ids.size:
-        raise ValueError(f"sequence {number} has {ids.size} tokens, and no token {token}")
-    try:
-        jax.eval_shape(lambda model: model.embed(ids), model)
-    except ValueError as error:
-        raise ValueError(f"sequence {number}: {error}") from error
-    return ids.astype(np.int64)
+def check_token(sequences: Sequence[np.ndarray], token: int) -> None:
+    """Raises ValueError with the number of a sequence that has no such token."""
+    for number, ids in enumerate(sequences):
+        if not -ids.size <= token < ids.size:
+            raise ValueError(f"sequence {number} has {ids.size} tokens, and no token {token}")
 
 
-def _digest(model) -> str:
-    """Of the weights and the config: another model's file is not continued."""
-    found = hashlib.sha256(repr(model.config).encode())
-    for leaf in jax.tree.leaves(model):
-        found.update(f"{leaf.shape}{leaf.dtype}{zlib.crc32(np.asarray(leaf).tobytes())}".encode())
-    return found.hexdigest()
+def without_ginibre(rows: Arrays) -> tuple[Arrays, Arrays]:
+    """The measures in rows of `measured`, and those of a Gaussian matrix."""
+    prefix = "ginibre_"
+    own = {name: values for name, values in rows.items() if not name.startswith(prefix)}
+    return own, {name.removeprefix(prefix): rows[name] for name in rows if name not in own}
 
 
-def _measure(model, ids, settings) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def measured(model, ids, settings) -> tuple[Arrays, np.ndarray]:
+    """A sequence's row of measures, and the Jacobians (layers, width, width) in float64."""
     J = text_jacobians(model, ids, token=settings["token"], scope=settings["scope"])
     found = measures(J, top=settings["top"], tau=settings["tau"])
     row = {name: np.asarray(getattr(found, name), np.float64) for name in SCALARS}
@@ -203,51 +171,3 @@ def _measure(model, ids, settings) -> tuple[dict[str, np.ndarray], np.ndarray]:
             pair = (product.effective_rank, product.participation_ratio)
             row |= {name: np.asarray(value, np.float64) for name, value in zip(names, pair)}
     return row, np.asarray(J, np.float64)
-
-
-def _continued(path, settings, digests):
-    """The rows that the file has already, and the sum of its Jacobians."""
-    if not path.exists():
-        return [], None
-    before, done, samples, total = _read(path)
-    for name, value in settings.items():
-        if before.get(name) != value:
-            what = f"{name} = {before.get(name)!r}, not {value!r}"
-            what = "another model" if name == "model" else what
-            raise ValueError(f"{path} was made with {what}; give a new file")
-    if done != digests[: len(done)]:
-        raise ValueError(f"{path} was made from other sequences, or more; give a new file")
-    rows = [{name: values[k] for name, values in samples.items()} for k in range(len(done))]
-    return rows, total
-
-
-def _read(path: Path) -> tuple[dict[str, Any], list[str], dict[str, np.ndarray], np.ndarray | None]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-        head = json.loads(str(arrays.pop("study")))
-        settings, digests = dict(head["settings"]), list(head["sequences"])
-        if not digests:
-            raise ValueError("it has no sequence")
-    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} holds no study: {error}") from error
-    total = arrays.pop("sum_of_jacobians", None)
-    return settings, digests, arrays, total
-
-
-def _write(
-    path: Path,
-    settings: Mapping[str, Any],
-    digests: Sequence[str],
-    rows: Sequence[Mapping[str, np.ndarray]],
-    total: np.ndarray | None,
-) -> None:
-    """The file, replaced as a whole: whoever is killed leaves the one before."""
-    arrays: dict[str, Any] = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    if total is not None:
-        arrays["sum_of_jacobians"] = total
-    head = json.dumps(dict(settings=settings, sequences=digests))
-    scratch = path.with_name(f".{path.name}.writing")  # of the one run that holds the lock
-    with scratch.open("wb") as file:
-        np.savez(file, study=np.asarray(head), **arrays)
-    os.replace(scratch, path)
