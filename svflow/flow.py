@@ -20,8 +20,8 @@ class Context(NamedTuple):
         positions: (tokens,) integer positions; None derives them from `mask`, and without a mask
             they are 0, 1, ..., tokens - 1.
         mask: (tokens,) booleans, True for a real token and False for padding; None: no padding.
-            A padded token is seen by no other token and sees only itself; what it is does not
-            matter as long as its state is finite.
+            A padded token is seen by no other token; what it is does not matter as long as its
+            state is finite.
     """
 
     positions: Int[Array, " tokens"] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from universal_cases import target
 
 from svflow import Flow, geometry
 
@@ -121,4 +122,5 @@ def small_flows(dtype=jnp.float64):
         "split": SplitLinearFlow(first, second, 3),
         "sphere": SphereFlow(drift, normal(6, 6, dtype=dtype), 3),
         "velocity": VelocityFlow(mixing, 4),
+        "attention": target(8, (3, 2, 6, 3, 2), dtype=dtype),
     }

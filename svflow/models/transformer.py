@@ -248,7 +248,7 @@ def _at_least_int32(values):
     return values if values.dtype.itemsize >= 4 else values.astype(jnp.int32)
 
 
-def _indices(values, size: int, name: str, table: str) -> Int[Array, " tokens"]:
+def indices_of(values, size: int, name: str, table: str) -> Int[Array, " tokens"]:
     """Indices into a table of `size` rows, checked as far as they are known at this time."""
     if not isinstance(values, jax.core.Tracer):
         values = np.asarray(values)  # without x64 JAX would wrap wide integers into the table
@@ -268,7 +268,7 @@ def _indices(values, size: int, name: str, table: str) -> Int[Array, " tokens"]:
     return _at_least_int32(values)
 
 
-def _rows(table: nnx.Param, indices: Int[Array, " tokens"]) -> Float[Array, "tokens width"]:
+def rows_of(table: nnx.Param, indices: Int[Array, " tokens"]) -> Float[Array, "tokens width"]:
     """The rows of a table; nan for one that it does not have."""
     size = table.shape[0]
     # JAX would wrap negative indices around, and those of 64 bits to 32.
@@ -295,12 +295,12 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids, context=None, segments=None):
         config = self.config
-        x = _rows(self.tokens, ids)
+        x = rows_of(self.tokens, ids)
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
         if self.positions is not None:
-            x = x + _rows(self.positions, self._position_rows(ids, context))
+            x = x + rows_of(self.positions, self._position_rows(ids, context))
         if self.segments is not None:
-            x = x + _rows(self.segments, jnp.zeros_like(ids) if segments is None else segments)
+            x = x + rows_of(self.segments, jnp.zeros_like(ids) if segments is None else segments)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.projection is None else self.projection(x)
@@ -386,13 +386,13 @@ class Transformer(nnx.Module):
                 position that has no row in its table. Under jit, such a token's state is nan.
         """
         config = self.config
-        indices = _indices(ids, config.vocab_size, "id", "vocabulary")
+        indices = indices_of(ids, config.vocab_size, "id", "vocabulary")
         check_context(context, indices.size)
         if config.positions:
             room = config.positions - config.position_offset
             given = None if context is None else context.positions
             if given is not None:
-                _indices(given, room, "position", "learned positions")
+                indices_of(given, room, "position", "learned positions")
             elif indices.size > room:
                 raise ValueError(
                     f"{indices.size} tokens, but {config.family} has {room} learned positions"
@@ -400,7 +400,7 @@ class Transformer(nnx.Module):
         if segments is not None:
             if not config.segments:
                 raise ValueError(f"{config.family} has no token types")
-            segments = _indices(segments, config.segments, "segment", "token types")
+            segments = indices_of(segments, config.segments, "segment", "token types")
             if segments.shape != indices.shape:
                 raise ValueError(f"{segments.size} segments for {indices.size} ids")
         return self.embedding(indices, context, segments)

@@ -1,0 +1,167 @@
+"""The linear maps of an attention transformer: dense arrays, or routing, which copies columns.
+
+Axes: `layers`; `heads`; `width`, the state; `out`, what a map reads from it; `tokens`; `live`, the
+columns that a layer writes.
+
+A map is an `nnx.Param` ([layers,] heads, width, out), or a `Routing` of as many columns. Without a
+layer axis all layers share it. Everything that tells the two apart is in this file.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class Routing:
+    """A matrix of zeros and ones with at most a single one in each column: y[:, c] = x[:, s_c].
+
+    It is applied as a gather, never as a matrix product, and it is static: a routing belongs to a
+    program as its shapes do, and is no array that transforms see.
+
+    Arguments:
+        sources: (..., out) integers, the column s_c that column c copies; -1 for a column of zeros.
+        width: how many columns there are to copy from.
+
+    Raises:
+        ValueError: sources that are not integers within -1 .. width - 1, or none.
+    """
+
+    __slots__ = ("_hash", "sources", "width")
+
+    def __init__(self, sources: Any, width: int):
+        given = np.asarray(sources)
+        if not np.issubdtype(given.dtype, np.integer) or given.ndim < 1 or not given.size:
+            raise ValueError(
+                f"a routing's sources must be integers, got {given.dtype} {given.shape}"
+            )
+        if given.min() < -1 or given.max() >= width:
+            bad = given.min() if given.min() < -1 else given.max()
+            raise ValueError(f"source {bad} is not a column of {width}, nor -1 for zeros")
+        self.sources = np.array(given, np.int32)
+        self.sources.flags.writeable = False
+        self.width = int(width)
+        self._hash = hash((self.sources.shape, self.sources.tobytes(), self.width))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices: (..., width, out)."""
+        *lead, out = self.sources.shape
+        return (*lead, self.width, out)
+
+    @property
+    def ndim(self) -> int:
+        return self.sources.ndim + 1
+
+    def dense(self, dtype) -> Float[np.ndarray, "*lead width out"]:
+        """The matrices themselves."""
+        columns = np.arange(self.width, dtype=np.int32)[:, None]
+        return (columns == self.sources[..., None, :]).astype(dtype)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Routing)
+            and self._hash == other._hash
+            and self.width == other.width
+            and np.array_equal(self.sources, other.sources)
+        )
+
+    def __reduce__(self):
+        return Routing, (self.sources, self.width)
+
+    def __repr__(self) -> str:
+        return f"Routing{self.shape}"
+
+
+Map = nnx.Param | Routing
+
+
+def gather(x: Float[Array, "rows width"], sources: np.ndarray) -> Float[Array, "rows out"]:
+    """The columns `sources` of x, zeros for -1."""
+    # JAX would wrap -1 around to the last column.
+    places = np.where(sources < 0, x.shape[1], sources)
+    return x.at[:, places].get(mode="fill", fill_value=0)
+
+
+def at_layer(kernel: Map, layer, base: int = 3) -> Any:
+    """The matrices of one layer, an array; or their sources, of a routing.
+
+    `base`: how many axes the map has without that of the layers.
+    """
+    values = kernel.sources if isinstance(kernel, Routing) else kernel[...]
+    return values[layer] if kernel.ndim > base else values
+
+
+def read(kernel: Map, layer, x: Float[Array, "tokens width"]) -> Float[Array, "tokens heads out"]:
+    """x R for every head: queries or keys."""
+    here = at_layer(kernel, layer)
+    if isinstance(kernel, Routing):
+        return gather(x, here.reshape(-1)).reshape(x.shape[0], *here.shape)
+    heads, width, out = here.shape
+    merged = here.transpose(1, 0, 2).reshape(width, heads * out)  # one product for all heads
+    return (x @ merged).reshape(-1, heads, out)
+
+
+class Live(NamedTuple):
+    """The columns that a routed layer writes; all others of its update are zero.
+
+    Arguments:
+        to: (live,) their places.
+        sources: (heads, live) what each head's attention is applied to; -1 for nothing.
+    """
+
+    to: np.ndarray
+    sources: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def live_columns(value: Routing, depth: int, residual: bool) -> tuple[Live, ...]:
+    """What each layer has to route: columns that were zero before it stay out.
+
+    A routing without a layer axis wears out over depth all the same: in a looped machine what has
+    been read is shifted out.
+    """
+    found = []
+    alive: np.ndarray = np.ones(value.width, bool)
+    for layer in range(depth):
+        sources = at_layer(value, layer)
+        sources = np.where((sources >= 0) & alive[sources], sources, -1)
+        written = np.any(sources >= 0, axis=0)
+        found.append(Live(np.flatnonzero(written), sources[:, written]))
+        alive = alive | written if residual else written
+    return tuple(found)
+
+
+def sources_of(
+    value: Map, layer, x: Float[Array, "tokens width"], depth: int, residual: bool
+) -> Float[Array, "sources live"]:
+    """x R_V of every head, one below the other: (heads tokens, live)."""
+    if isinstance(value, Routing):
+        columns = live_columns(value, depth, residual)[layer].sources
+        stack = gather(x, columns.reshape(-1)).reshape(x.shape[0], *columns.shape)
+    else:
+        here = at_layer(value, layer)
+        stack = jnp.einsum("tm,hmn->thn", x, here)
+    return stack.transpose(1, 0, 2).reshape(-1, stack.shape[-1])
+
+
+def spread(
+    value: Map, layer, mixed: Float[Array, "tokens live"], depth: int, residual: bool
+) -> Float[Array, "tokens width"]:
+    """The columns that a layer wrote, in their places among zeros."""
+    if not isinstance(value, Routing):
+        return mixed
+    to = live_columns(value, depth, residual)[layer].to
+    back = np.full(value.width, -1)
+    back[to] = np.arange(len(to))
+    return gather(mixed, back)
