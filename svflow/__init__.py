@@ -12,12 +12,13 @@ Flows: `Flow` to define one's own, `Context` for positions and padding, `simulat
 `Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
 Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures`, `causal_spectrum`,
 `partial_spectrum`, `cumulative` products over depth, `schur_normal`, `controls`, and the rest of
-`spectra`. Layers as a power method, and steering: `power`.
+`spectra`. Layers as a power method, and steering: `power`. Layers as posterior-weighted scores:
+`score`. The residual stream's coordinates as a graph: `topology`.
 Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
 Shapes are single-example; batches are `jax.vmap`.
 """
 
-from svflow import data, geometry, power, spectra
+from svflow import data, geometry, power, score, spectra, topology
 from svflow.flow import Context, Flow
 from svflow.models.config import TransformerConfig
 from svflow.models.loading import load, save
@@ -72,6 +73,8 @@ __all__ = [
     "power",
     "save",
     "schur_normal",
+    "score",
     "simulate",
     "spectra",
+    "topology",
 ]

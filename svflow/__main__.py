@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -87,17 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of each random control of the spectra (default: 640 / width, from 1 to 5)",
     )
-    parser.add_argument(
-        "--no-spectra",
-        action="store_true",
-        help="leave out the spectra of the layers' Jacobians: their time grows as draws x layers x "
-        "width^3, to minutes at a width of 768 and far more at some thousands",
-    )
-    parser.add_argument(
-        "--no-power",
-        action="store_true",
-        help="leave out the layers' principal directions: their time grows as layers x width^3",
-    )
+    for panel in PANELS.values():
+        parser.add_argument(f"--no-{panel.KEY}", action="store_true", help=panel.SWITCH)
     return parser
 
 
@@ -118,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> None:
         panels = {
             key: _measured(panel, model, ids, arguments.draws)
             for key, panel in PANELS.items()
-            if not getattr(arguments, f"no_{key}")
+            if not getattr(arguments, f"no_{key}") and _installed(panel)
         }
         doc = report.document(
             found,
@@ -141,6 +133,16 @@ def _run(arguments: argparse.Namespace) -> None:
         f"{len(ids)} tokens, {arguments.dtype} on {doc['device']}\n\n{report.table(doc)}\n\n"
         f"{arguments.out / 'index.html'}, portrait.json and {len(light)} figures"
     )
+
+
+def _installed(panel: ModuleType) -> bool:
+    if panel.EXTRA is None or all(map(importlib.util.find_spec, panel.EXTRA[1])):
+        return True
+    print(
+        f"svflow: {panel.KEY} is left out: it needs pip install 'svflow[{panel.EXTRA[0]}]'",
+        file=sys.stderr,
+    )
+    return False
 
 
 def _measured(panel: ModuleType, model: Transformer, ids: np.ndarray, draws: int | None) -> Any:

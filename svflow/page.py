@@ -113,10 +113,11 @@ float32 at least. All numbers are in <code>portrait.json</code>, beside this pag
 
 
 def _absent(panel: ModuleType) -> str:
+    extra = f" (it needs <code>svflow[{panel.EXTRA[0]}]</code>)" if panel.EXTRA else ""
     return f"""<section>
 <h2>{panel.TITLE}</h2>
 <p class="prose">{panel.ABSENT} were left out; the same command without
-<code>--no-{panel.KEY}</code> adds them here.</p>
+<code>--no-{panel.KEY}</code> adds them here{extra}.</p>
 </section>
 """
 

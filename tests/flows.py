@@ -8,6 +8,7 @@ from flax import nnx
 from universal_cases import target
 
 from svflow import Flow, geometry
+from svflow.score import GaussianMixture, ScoreFlow, SoftmaxPosterior, VMFMixture
 
 
 class LinearFlow(Flow):
@@ -123,4 +124,10 @@ def small_flows(dtype=jnp.float64):
         "sphere": SphereFlow(drift, normal(6, 6, dtype=dtype), 3),
         "velocity": VelocityFlow(mixing, 4),
         "attention": target(8, (3, 2, 6, 3, 2), dtype=dtype),
+        "score": ScoreFlow(VMFMixture.from_natural(normal(8, 4, 6, dtype=dtype)), depth=3),
+        "kernel": ScoreFlow(
+            GaussianMixture(normal(9, 4, 6, dtype=dtype), jnp.full(4, 1.2, dtype)),
+            posterior=SoftmaxPosterior(normal(10, 4, 6, dtype=dtype)),
+            depth=3,
+        ),
     }

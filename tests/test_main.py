@@ -23,7 +23,7 @@ import svflow.__main__ as command
 from svflow import page as webpage
 from svflow import report
 from svflow.data import PASSAGE
-from svflow.panels import PANELS, depth, power, spectra
+from svflow.panels import PANELS, depth, power, score, spectra, topology
 from svflow.panels.measure import number
 from svflow.portrait import Portrait, portrait, summary
 from svflow.power.matrices import SHIFTS
@@ -71,6 +71,7 @@ def check_outputs(out, printed):
     present = [panel for key, panel in PANELS.items() if doc[key]]
     keys = [*doc["measures"], *(key for panel in present for key in panel.PICTURES)]
     formulas = depth.MEASURES | spectra.SPECTRA | {"rank": spectra.RANK} | power.POWER
+    formulas |= score.SCORE | topology.TOPOLOGY
     written = {"index.html", "portrait.json", *(f"{key}.png" for key in keys)}
     assert {path.name for path in out.iterdir()} == written
     assert doc["format"] == report.FORMAT
@@ -78,7 +79,7 @@ def check_outputs(out, printed):
         png = (out / f"{key}.png").read_bytes()
         assert png.startswith(b"\x89PNG")
         assert f'src="data:image/png;base64,{base64.b64encode(png).decode()}"' in page
-        assert key == "eigenvalues" or formulas[key].formula in page
+        assert key in ("eigenvalues", "communities") or formulas[key].formula in page
         assert f'<figure id="{key}">' in page
     assert page.count("<source srcset=") == len(keys)
     bare = re.sub(r'"data:image/png;base64,[A-Za-z0-9+/=]+"', '"data:"', page)
@@ -100,6 +101,10 @@ def check_outputs(out, printed):
         check_spectra(doc, page)
     if doc["power"]:
         check_power(doc, page)
+    if doc["score"]:
+        check_score(doc, page)
+    if doc["topology"]:
+        check_topology(doc, page)
     for note in report.notes(doc):
         assert html.escape(note) in page
         assert note in " ".join(printed.split())
@@ -190,13 +195,57 @@ def check_power(doc, page):
     assert f'by |λ|</p><p class="value">{number(gamma)}</p>' in page
 
 
+def check_score(doc, page):
+    """Shapes, and the gap that the sentences and the card name."""
+    found, layers = doc["score"], doc["model"]["layers"]
+    assert list(found["measures"]) == list(score.SCORE)
+    for measure in found["measures"].values():
+        line = measure["lines"]
+        assert list(line) == ["median", "lower_quartile", "upper_quartile", "untrained"]
+        assert {len(values) for values in line.values()} == {layers}
+        known = [row for row in zip(*line.values(), strict=True) if None not in row]
+        assert all(low <= middle <= high for middle, low, high, _ in known)
+    gap = found["measures"]["consistency"]["lines"]
+    largest = [number(max(gap[name])) for name in ("median", "untrained")]
+    assert f"whose median is at most {largest[0]} nats here and {largest[1]} untrained" in page
+    middle = number(float(np.median(gap["median"])))
+    assert f'Consistency gap (nats)</p><p class="value">{middle}</p>' in page
+
+
+def check_topology(doc, page):
+    """Shapes, and the verdicts that the sentences count."""
+    found, layers, width = doc["topology"], doc["model"]["layers"], doc["model"]["width"]
+    assert list(found["measures"]) == list(topology.TOPOLOGY)
+    for measure in found["measures"].values():
+        assert {len(values) for values in measure["lines"].values()} == {layers}
+    size = min(width, topology.MOST)
+    for one in found["shown"]:
+        assert np.shape(one["correlations"]) == (size, size)
+        assert np.all(np.abs(one["correlations"]) <= 1)
+        assert len(one["coordinates"]) == len(one["labels"]) == size
+        assert len(one["sizes"]) == found["number"]["model"][one["layer"] - 1]
+    for kind, gains in found["coupling"].items():
+        assert list(gains) == list(sv.topology.GAINS)
+        for line in gains.values():
+            assert {len(values) for values in line.values()} == {layers}
+        verdicts = gains["columns"]["verdict"]
+        counts = [verdicts.count(sign) for sign in ("positive", "negative")]
+        name = "J" if kind == "raw" else "J, partial"
+        assert f"{name} {counts[0]} positive and {counts[1]} negative (untrained" in page
+    assert f"over {found['states']} tokens (the first left out)" in page
+    assert found["states"] == len(doc["ids"]) - 1
+
+
+LEFT_OUT = ("--no-spectra", "--no-power", "--no-score", "--no-topology")
+
+
 def test_gpt2(gpt2, tmp_path, capsys):
     out = tmp_path / "a" / "portrait"
-    options = ("--out", out, "--dtype", "float64", "--no-spectra", "--no-power")
+    options = ("--out", out, "--dtype", "float64", *LEFT_OUT)
     status, printed, errors = run(capsys, gpt2, "--text", TEXT, *options)
     assert (status, errors) == (0, "")
     doc, page = check_outputs(out, printed)
-    assert doc["spectra"] is doc["power"] is None
+    assert all(doc[key] is None for key in PANELS)
     assert "jacobian" not in printed.lower()
     assert list(doc["measures"]) == list(depth.MEASURES)
     assert doc["text"] == TEXT == "".join(doc["pieces"])
@@ -350,7 +399,7 @@ def test_a_model_that_sees_both_sides(tmp_path, capsys):
     assert "both sides" in doc["loss_absent"]
     assert doc["model"]["dtype"] == "bfloat16"
     assert doc["power"]["shared"]
-    assert "The theory of the reduced system then predicts: " in printed
+    assert "layers share one matrix. The theory of the reduced system then predicts:" in printed
     for said in (printed, html.unescape(page)):
         said = " ".join(said.split())
         assert "No next-token loss: its attention sees both sides" in said
@@ -417,7 +466,7 @@ def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch)
             for out in (old, tmp_path / "new"):
                 arguments = ("--text", TEXT, "--dtype", "float64", "--out", out)
                 if name == "page.page":
-                    arguments += ("--no-spectra", "--no-power")
+                    arguments += LEFT_OUT
                 status, printed, errors = run(capsys, gpt2, *arguments)
                 assert (status, printed) == (130, "")
                 assert errors == "svflow: interrupted, nothing was written\n"
@@ -450,7 +499,7 @@ def example():
                    dtype="float32", norm="rms", placement="pre", causal=True),
         text="a", ids=[1, 2, 3, 4], pieces=["<s>", "a", "b", "c"], cut_from=None, states="whole",
         dt=0.125, device="cpu (cpu)", versions=dict(jax="1"), loss_absent="it has no head",
-        measures=measures, spectra=None, power=None,
+        measures=measures, **dict.fromkeys(PANELS),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
     KEY                     its key in the document
     TITLE, ABSENT           of its section; and what is left out where the document has null for it
+    SWITCH                  the help of --no-KEY
+    EXTRA                   the optional extra of svflow that it needs and what that has; or None
     PICTURES                the keys of its figures
     measure(model, ids, *, draws, progress)     what it shows, computed
     document(found)         that as a JSON value, the only source of what follows
@@ -19,9 +21,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from svflow.panels import depth, power, spectra
+from svflow.panels import depth, power, score, spectra, topology
 
-PANELS: dict[str, ModuleType] = {panel.KEY: panel for panel in (spectra, power)}
+PANELS: dict[str, ModuleType] = {panel.KEY: panel for panel in (spectra, power, score, topology)}
 """Those that can be left out, in the order they are shown."""
 
-__all__ = ["PANELS", "depth", "power", "spectra"]
+__all__ = ["PANELS", "depth", "power", "score", "spectra", "topology"]

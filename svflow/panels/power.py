@@ -25,6 +25,8 @@ from svflow.power.theory import Regime
 KEY = "power"
 TITLE = "The layers as a power method"
 ABSENT = "The layers’ principal directions"
+EXTRA = None
+SWITCH = "leave out the layers' principal directions: their time grows as layers x width^3"
 
 _NAMED = "Statistic by name: Li and Altafini, arXiv 2605.25619; formula and controls, here"
 
@@ -228,11 +230,11 @@ def columns(doc: Mapping[str, Any]) -> list[Column]:
         column("gap", "modulus"),
         column("gap", "residual"),
         column("gamma", "modulus"),
-        column("gamma", "modulus", "other", "others"),
         column("gamma", "modulus", "chance", "chance"),
+        column("gamma", "modulus", "other", "others"),
         column("gamma", "residual"),
+        column("gamma", "residual", "chance", "chance"),
         column("rho", "modulus"),
-        column("rho", "modulus", "p_value", "p"),
         column("rho", "residual"),
     ]
 
@@ -253,9 +255,9 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
         "λ₁ and v₁ are the first eigenvalue and eigenvector of F, each layer’s value and output "
         "matrices multiplied and added over heads, without norm gains and biases: by |λ| as in the "
         "paper, and by |1 + λ|, which is what a layer with a residual iterates. γ and ρ are of the "
-        "model’s own states, with feed-forward layers and norms; the reduced system has attention, "
-        "residual and L2 normalisation only. The untrained weights have seed "
-        f"{power['seed']}."
+        "model’s own states, with feed-forward layers and norms; the reduced system has attention "
+        "(without rotations, biases and windows), residual and L2 normalisation only. The "
+        f"untrained weights have seed {power['seed']}."
     ]
     for shift in SHIFTS:
         turned = sum(value is not None and value > 0.5 for value in line["rho"][shift]["model"])
@@ -270,16 +272,16 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
         name = power["regime"]["name"]
         says = {
             Regime.CONSENSUS: "consensus of all tokens on v₁, at a rate of {rate} per layer",
-            Regime.ROTATION: "agreement in a plane that turns by {angle} rad per layer, at a rate "
-            "of {rate}",
+            Regime.ROTATION: "agreement in a plane, in which all tokens turn by {angle} rad per "
+            "layer, at a rate of {rate}",
             Regime.BIPARTITE: "two groups of tokens at ±v can be stable",
-            Regime.NONE: "agreement is not stable",
+            Regime.NONE: "agreement does not attract",
             Regime.UNDETERMINED: "the largest two are equal, the limit depends on the start",
         }[Regime(name)]
         values = {key: number(power["regime"][key]) for key in ("rate", "angle")}
+        one = "All layers share one matrix. " if layers > 1 else ""
         found.append(
-            "All layers share one matrix. The theory of the reduced system then predicts: "
-            f"{says.format(**values)}."
+            f"{one}The theory of the reduced system then predicts: {says.format(**values)}."
         )
     return found
 
@@ -304,8 +306,9 @@ def section(doc: Mapping[str, Any], image: Callable[..., str]) -> str:
 <i>F</i>, and layer after layer that is a power method: tokens turn to the eigenvector of the
 largest |1 + <i>λ</i>|. Whether a model with norms, feed-forward layers and a matrix per layer does
 so is a question, asked here of every layer. Dashed, the same architecture untrained on the same
-text; with hollow markers, the reduced system that the theory is about, with this model’s attention
-and no feed-forward, from the same embeddings; dotted, chance.</p>
+text; with hollow markers, the reduced system that the theory is about, from the same embeddings:
+this model’s attention kernels without rotations, biases, windows and norms, a residual and L2
+normalisation; dotted, chance.</p>
 <div class="figures">
 {pictures}
 </div>
@@ -327,7 +330,17 @@ _FIELDS = {
 
 
 def _all(doc: Mapping[str, Any]) -> str:
-    return "".join(
+    first = "".join(
+        f"<h3>First eigenvalue — {_HTML[shift]}</h3>"
+        '<div class="scroll">'
+        + html_rows(
+            [("Re λ", "", [pair[0] for pair in pairs]), ("Im λ", "", [pair[1] for pair in pairs])],
+            depths(doc)[1:],
+        )
+        + "</div>"
+        for shift, pairs in doc[KEY]["eigenvalues"].items()
+    )
+    return first + "".join(
         f"<h3>{html.escape(measure['title'])} — {_HTML[name]} "
         f"<small>{html.escape(measure['unit'])}</small></h3>"
         '<div class="scroll">'

@@ -23,6 +23,11 @@ from svflow.spectra.panel import CONTROLS, Panel, panel
 KEY = "spectra"
 TITLE = "Local linear dynamics"
 ABSENT = "The spectra of the layers’ Jacobians"
+EXTRA = None
+SWITCH = (
+    "leave out the spectra of the layers' Jacobians: their time grows as draws x layers x width^3, "
+    "to minutes at a width of 768 and far more at some thousands"
+)
 _MEASURE_SOURCE = "Measure: Fernando and Guitchounts, arXiv 2605.14258"
 
 

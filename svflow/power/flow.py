@@ -19,9 +19,9 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike, Float
 
 from svflow import attention
-from svflow.dtypes import at_least_float32
 from svflow.flow import Flow
 from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.power.directions import known, polar, reals
 
 NAMES = ("query", "key", "value", "output")
 
@@ -53,11 +53,13 @@ class PowerFlow(Flow):
         causal: whether tokens attend only to themselves and their past.
         scale: of the scores, one number or one per layer of the arrays; 1 / sqrt(head) by default.
 
-    Of a context the mask holds as everywhere; positions have no meaning here.
+    Of a context the mask holds as everywhere; positions have no meaning here. A padded token may
+    be zero; any other zero token has no direction, and makes nan of itself and of all that see it.
 
     Raises:
         ValueError: arrays of wrong, mismatched or empty shapes, of different or other than
-            floating types, or not finite; a depth missing or in the way; a wrong scale.
+            floating types, or not finite; a depth missing or in the way; a scale that is not one
+            real number or one per layer, or not finite in the arrays' type.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class PowerFlow(Flow):
         self.shared = len(shape) == 3
         self.depth = _depth(depth, None if self.shared else shape[0])
         self.width, self.heads = shape[-2], shape[-3]
-        self.scale = _scales(scale, shape[-1], 1 if self.shared else self.depth)
+        self.scale = _scales(scale, shape[-1], 1 if self.shared else self.depth, arrays[0].dtype)
         self.only_past = bool(causal)
         self.query, self.key, self.value, self.output = map(nnx.Param, arrays)
 
@@ -143,26 +145,28 @@ class PowerFlow(Flow):
         """F = sum_h O^h V^h of one layer, for column vectors: F = sum_h (W_V^h W_O^h)^T.
 
         Raises:
-            ValueError: a layer outside 0 .. depth - 1.
+            ValueError: a layer that is not an integer of 0 .. depth - 1.
         """
-        if not 0 <= layer < self.depth:
-            raise ValueError(f"layer must be one of 0 .. {self.depth - 1}, got {layer}")
+        integer = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+        if not integer or not 0 <= layer < self.depth:
+            raise ValueError(f"layer must be one of 0 .. {self.depth - 1}, got {layer!r}")
         value, output = self._weights(jnp.asarray(layer))[2:]
         return jnp.einsum("hdv,hve->ed", value, output, precision=jax.lax.Precision.HIGHEST)
 
     def field(self, substep, t, x, context=None):
-        direction, norm = _polar(x)
-        return self._update(t, direction, context) * norm
+        direction, norm, lost = _seen(x, context)
+        # Where there is no direction any will do: the next state then has one.
+        return jnp.where(lost, 1, self._update(t, direction, context) * norm)
 
     def velocity(self, t, x, context=None):
-        direction, norm = _polar(x)
+        direction, norm, _ = _seen(x, context)
         v = self._update(t, direction, context)
         radial = jnp.sum(direction * v, axis=-1, keepdims=True)
         return (v - direction * radial) * norm
 
     def retract(self, x):
         """x / |x| for every token; nan for a token that is zero, which has no direction."""
-        return _polar(x)[0]
+        return polar(x)[0]
 
     def _weights(self, t):
         """The four arrays of the layer that holds at time t."""
@@ -195,13 +199,14 @@ class PowerFlow(Flow):
         return mixed.reshape(x.shape[0], -1) @ output.reshape(-1, self.width)
 
 
-def _polar(x: Float[Array, "tokens width"]):
-    """The direction of each token and its norm, (tokens, 1); nan at zero, without a derivative."""
-    wide = x.astype(at_least_float32(x.dtype))
-    square = jnp.sum(wide * wide, axis=-1, keepdims=True)
-    zero = square == 0
-    norm = jnp.sqrt(jnp.where(zero, 1, square))
-    return jnp.where(zero, jnp.nan, wide / norm).astype(x.dtype), norm.astype(x.dtype)
+def _seen(x: Float[Array, "tokens width"], context):
+    """Directions and norms, and which tokens are padding without a direction: zero, not nan, for
+    these, since a weight of 0 does not take a nan out of a sum."""
+    direction, norm = polar(x)
+    lost = jnp.zeros((len(x), 1), bool)
+    if context is not None and context.mask is not None:
+        lost = jnp.isnan(direction[:, :1]) & ~context.mask[:, None]
+    return jnp.where(lost, 0, direction), norm, lost
 
 
 def _check(arrays: list[Any]) -> None:
@@ -228,8 +233,9 @@ def _check(arrays: list[Any]) -> None:
             f"{value} asks"
         )
     for name, array in zip(NAMES, arrays):
-        if not isinstance(array, jax.core.Tracer) and not bool(jnp.isfinite(array).all()):
-            raise ValueError(f"{name} is not finite")
+        values = known(array)
+        if values is not None and not np.isfinite(values).all():
+            raise ValueError(f"{name} is not finite in {array.dtype}")
 
 
 def _depth(depth: int | None, layers: int | None) -> int:
@@ -242,13 +248,13 @@ def _depth(depth: int | None, layers: int | None) -> int:
     return int(depth)
 
 
-def _scales(scale: Any, head: int, layers: int) -> tuple[float, ...]:
+def _scales(scale: Any, head: int, layers: int, dtype) -> tuple[float, ...]:
     """One scale per layer."""
-    values = np.asarray(head**-0.5 if scale is None else scale, np.float64)
+    values = reals(head**-0.5 if scale is None else scale, "scale")
     if values.ndim > 1 or (values.ndim and values.shape != (layers,)):
         raise ValueError(
             f"scale must be one number, or {layers} (one per layer of the arrays), got {scale!r}"
         )
-    if not np.isfinite(values).all():
-        raise ValueError(f"scale must be finite, got {scale!r}")
+    if not (np.abs(values) <= float(jnp.finfo(dtype).max)).all():
+        raise ValueError(f"scale must be finite in {dtype}, got {scale!r}")
     return tuple(map(float, np.broadcast_to(values, (layers,))))

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Complex, Float
-from scipy.special import gammaln
+from scipy.special import bdtr, gammaln
 
 from svflow.dtypes import at_least_float32
 from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.power.directions import known, polar
 from svflow.spectra.eigenvalues import eigvals
 from svflow.spectra.eigenvalues import principal as principal_pair
 
@@ -73,7 +74,8 @@ class Pair(NamedTuple):
         vector: of unit norm, its largest entry real and positive.
         gap_ratio: how far the first is ahead, |lambda_1| / |lambda_2| or
             |1 + lambda_1| / |1 + lambda_2|, lambda_2 the next that is not the conjugate of the
-            first; infinite where that is zero or there is none, nan for a zero matrix.
+            first; infinite where that is zero or there is none, nan where both are zero, as for
+            the zero matrix and, by |lambda|, every nilpotent one.
         real: whether the value is real.
     """
 
@@ -132,9 +134,11 @@ class Alignment(NamedTuple):
         gamma: (layers,) the mean over tokens of |v . x_i| after the layer, tokens at unit norm; for
             a complex v, of the norm of the projection onto span{Re v, Im v}.
         signed: (layers,) the mean of v . x_i, v's largest entry positive; nan for a complex v.
-        rho: (layers,) the share of tokens whose projection the layer made larger.
-        p_value: (layers,) of rho against 1/2, binomial, two-sided. Tokens of one text are not
-            independent, which makes it too small.
+        rho: (layers,) the share of tokens whose projection the layer made larger, of those whose
+            projection it changed; nan where it changed none.
+        p_value: (layers,) of rho against 1/2, binomial, two-sided: a sign test, so that ties do
+            not count; 1 where all are. Tokens of one text are not independent, which makes it too
+            small.
         chance: (layers,) what gamma is for a random direction, exactly: with B = Gamma(d / 2) /
             Gamma((d + 1) / 2), B / sqrt(pi), which is about sqrt(2 / (pi d)), for a real v, and
             B sqrt(pi) / 2 for a plane.
@@ -187,13 +191,14 @@ def check_states(xs: Any) -> Float[Array, "states tokens width"]:
     if not jnp.issubdtype(xs.dtype, jnp.floating):
         raise ValueError(f"xs must be real floating point, got {xs.dtype}")
     xs = xs.astype(at_least_float32(xs.dtype))
-    norms = jnp.linalg.norm(xs, axis=-1, keepdims=True)
-    if not isinstance(norms, jax.core.Tracer):
-        bad = np.argwhere(~np.asarray(jnp.isfinite(norms) & (norms > 0))[..., 0])
+    values = known(xs)
+    if values is not None:
+        top = np.max(np.abs(values), axis=-1)
+        bad = np.argwhere(~((top >= np.finfo(top.dtype).tiny) & np.isfinite(top)))
         if len(bad):
             place = bad[0].tolist()
             raise ValueError(f"xs{place} is zero or not finite: it has no direction")
-    return xs / norms
+    return polar(xs)[0]
 
 
 @jax.jit
@@ -203,21 +208,22 @@ def aligned(
     x: Float[Array, "states tokens width"],
 ) -> Alignment:
     """`alignment` with the directions given, one per layer or one for all, and unit states."""
-    layers, (tokens, width) = len(x) - 1, x.shape[1:]
+    layers, width = len(x) - 1, x.shape[-1]
     basis = plane(vector, real).astype(x.dtype)
     basis = jnp.broadcast_to(basis, (layers, 2, width))
     real = jnp.broadcast_to(real, (layers,))
     with jax.default_matmul_precision("highest"):
-        before = jnp.einsum("lpd,ltd->lpt", basis, x[:-1])
-        after = jnp.einsum("lpd,ltd->lpt", basis, x[1:])
-    sizes = [jnp.linalg.norm(part, axis=1) for part in (before, after)]
+        before = jnp.einsum("lpd,ltd->ltp", basis, x[:-1])
+        after = jnp.einsum("lpd,ltd->ltp", basis, x[1:])
+    sizes = [polar(part)[1][..., 0] for part in (before, after)]
     larger = jnp.sum(sizes[1] > sizes[0], axis=-1)
+    changed = jnp.sum(sizes[1] != sizes[0], axis=-1)
     line, flat = (jnp.asarray(chance(width, k), x.dtype) for k in (1, 2))
     return Alignment(
         gamma=jnp.mean(sizes[1], axis=-1),
-        signed=jnp.where(real, jnp.mean(after[:, 0], axis=-1), jnp.nan),
-        rho=(larger / tokens).astype(x.dtype),
-        p_value=_binomial(larger, tokens).astype(x.dtype),
+        signed=jnp.where(real, jnp.mean(after[..., 0], axis=-1), jnp.nan),
+        rho=larger.astype(x.dtype) / changed.astype(x.dtype),
+        p_value=_binomial(larger, changed, x.dtype),
         chance=jnp.where(real, line, flat),
         real=real,
     )
@@ -249,9 +255,17 @@ def chance(width: int, dimension: int) -> float:
     return math.exp(up + more - down - less)
 
 
-def _binomial(successes, tokens):
-    """The two-sided p-value of so many successes at odds 1/2."""
-    fewer = jnp.minimum(successes, tokens - successes).astype(float)
-    # P(X <= m) for X ~ B(n, 1/2) is the incomplete beta function I_{1/2}(n - m, m + 1).
-    tail = jax.scipy.special.betainc(tokens - fewer, fewer + 1, 0.5)
-    return jnp.minimum(1.0, 2 * tail)
+def _binomial(successes, trials, dtype):
+    """The two-sided p-value of so many successes at odds 1/2; 1 without a trial.
+
+    On the host in float64: JAX's incomplete beta function in float32 loses two digits at 65 536
+    trials.
+    """
+
+    def tails(successes, trials):
+        successes, trials = np.asarray(successes), np.asarray(trials)
+        tail = bdtr(np.minimum(successes, trials - successes), trials, 0.5)
+        return np.minimum(1.0, 2 * tail).astype(dtype)
+
+    shape = jax.ShapeDtypeStruct(successes.shape, dtype)
+    return jax.pure_callback(tails, shape, successes, trials, vmap_method="expand_dims")

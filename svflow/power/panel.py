@@ -54,15 +54,15 @@ def panel(
 
     Source: Li and Altafini, arXiv 2605.25619, see `study`.
     """
-    found: list[Study] = []
-    for place in progress(range(2)):
-        if place == 0:
-            found.append(study(model, ids))
-            continue
-        try:
-            found.append(study(initialisation(jax.random.key(seed), model), ids))
-        except ValueError as error:
-            raise ValueError(f"the same architecture untrained: {error}") from error
+    steps = iter(progress(range(2)))
+    next(steps, None)
+    own = study(model, ids)
+    next(steps, None)
+    try:
+        untrained = study(initialisation(jax.random.key(seed), model), ids)
+    except ValueError as error:
+        raise ValueError(f"the same architecture untrained: {error}") from error
+    next(steps, None)  # so that a progress bar sees its end
     flow = PowerFlow.from_model(model)
-    prediction = predict(flow, tokens=found[0].tokens) if flow.shared else None
-    return Panel(int(seed), *found, prediction)
+    prediction = predict(flow, tokens=own.tokens) if flow.shared else None
+    return Panel(int(seed), own, untrained, prediction)

@@ -33,9 +33,10 @@ class Measured(NamedTuple):
 
     Arguments:
         alignment: with the first eigenvector, see `Alignment`.
-        other: (layers,) gamma of the same states with the first eigenvectors of the other layers,
-            those of its kind (real or complex), their mean: a control that has the tokens' own
-            anisotropy; nan where there is none, as where all layers share one matrix.
+        other: (layers,) gamma of the same states with the first eigenvectors of the layers that
+            have another matrix, those of its kind (real or complex), their mean: a control that
+            has the tokens' own anisotropy; nan where there is none, as where all layers share one
+            matrix. Compare it with gamma over the layers where it is a number.
         span: (layers,) the mean norm of the tokens' projection onto the span of the first
             eigenvectors, as many as give two real dimensions (three, where a pair comes second).
         span_chance: (layers,) what that is for a random subspace.
@@ -96,7 +97,9 @@ def study(model: Transformer, ids: Int[ArrayLike, " tokens"]) -> Study:
     from svflow.power.flow import PowerFlow
 
     F = layer_matrices(model)
-    shared = len(set(model.config.blocks)) == 1
+    # By value: a block may be a copy of another, as `steer` makes them.
+    same = np.array([hash(matrix.tobytes()) for matrix in np.asarray(F)])
+    shared = len(set(same)) == 1
     distinct = F[:1] if shared else F
     pairs = principal(distinct)
     with jax.default_matmul_precision("highest"):
@@ -111,8 +114,8 @@ def study(model: Transformer, ids: Int[ArrayLike, " tokens"]) -> Study:
         width=model.flow.width,
         tokens=x.shape[0],
         principal=jax.tree.map(lambda a: jnp.broadcast_to(a, (len(F), *a.shape[1:])), pairs),
-        real=_dynamics(pairs, spans, paths[0]),
-        reduced=_dynamics(pairs, spans, paths[1]),
+        real=_dynamics(pairs, spans, same, paths[0]),
+        reduced=_dynamics(pairs, spans, same, paths[1]),
     )
 
 
@@ -133,7 +136,7 @@ def _leading(shift):
     return basis
 
 
-def _dynamics(pairs, spans, xs) -> Dynamics:
+def _dynamics(pairs, spans, same, xs) -> Dynamics:
     x = check_states(xs)
     host = np.asarray(x, np.float64)
     layers = len(host) - 1
@@ -145,7 +148,7 @@ def _dynamics(pairs, spans, xs) -> Dynamics:
         other = np.full(layers, np.nan)
         if len(frames) == layers:
             for layer in range(layers):
-                like = (real == real[layer]) & (np.arange(layers) != layer)
+                like = (real == real[layer]) & (same != same[layer])
                 if like.any():
                     found = np.einsum("lpd,td->ltp", frames[like], host[layer + 1])
                     other[layer] = np.linalg.norm(found, axis=-1).mean()
@@ -225,7 +228,7 @@ def _aligned(alignment, layer, other) -> str:
     if other is not None:
         cells.append("     -" if np.isnan(other[layer]) else f"{other[layer]:>6.3f}")
     cells += [
-        f"{alignment.rho[layer]:>5.2f}",
+        f"{alignment.rho[layer]:>5.2f}" if alignment.rho[layer] >= 0 else "    -",
         f"{p:>6.3f}" if p >= 0.001 else f"{p:>6.0e}" if p else "<1e-37",
     ]
     return " ".join(cells)

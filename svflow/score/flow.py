@@ -1,0 +1,175 @@
+"""The score-based variational flow: a state follows a posterior's mean of conditional scores.
+
+Axes: `tokens`; `width`, d; `components`, the values of the latent z; `times` of a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from svflow import geometry
+from svflow.dtypes import at_least_float32
+from svflow.flow import Flow
+from svflow.score.mixtures import StateMixture, check_posterior, improper
+
+MANIFOLDS = ("sphere", "euclidean")
+
+
+class SoftmaxPosterior(nnx.Module):
+    """q(z|x) = softmax_z(m_z . x + b_z): attention's kernel.
+
+    On the sphere it is the exact posterior of the vMF mixture with eta_z = m_z whose prior is
+    pi_z ~ exp(b_z) / C_d(kappa_z): of one with uniform weights, where the |m_z| are equal.
+
+    Arguments:
+        keys: (components, width) m_z; offsets: (components,) b_z; None for zeros.
+
+    Raises:
+        ValueError: wrong shapes or types.
+    """
+
+    def __init__(
+        self,
+        keys: Float[ArrayLike, "components width"],
+        offsets: Float[ArrayLike, " components"] | None = None,
+    ):
+        keys = jnp.asarray(keys)
+        if keys.ndim != 2 or not jnp.issubdtype(keys.dtype, jnp.floating):
+            raise ValueError(
+                f"keys must be floats of shape (components, width), got {keys.dtype} {keys.shape}"
+            )
+        offsets = jnp.zeros_like(keys[:, 0]) if offsets is None else jnp.asarray(offsets)
+        if offsets.shape != keys.shape[:1] or offsets.dtype != keys.dtype:
+            raise ValueError(
+                f"offsets must be {keys.dtype} of shape {keys.shape[:1]}, got {offsets.dtype} "
+                f"{offsets.shape}"
+            )
+        self.keys, self.offsets = nnx.Param(keys), nnx.Param(offsets)
+
+    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens components"]:
+        wide = at_least_float32(x.dtype)
+        dots = jnp.matmul(
+            x.astype(wide), self.keys[...].astype(wide).T, precision=jax.lax.Precision.HIGHEST
+        )
+        return jax.nn.softmax(dots + self.offsets[...].astype(wide), axis=-1)
+
+
+class ScoreFlow(Flow):
+    r"""dx/dt = E_q(z|x)[grad_x log p(x|z)] for every token on its own,
+
+    on the sphere of radius sqrt(d) its tangent part P_x, with the retraction x -> sqrt(d) x / |x|;
+    there a trajectory has to start on the sphere.
+    With q = p(z|x) it is grad log p(x); for any q it is the gradient of the ELBO, q held. So along
+    the flow of the exact posterior F = -log p obeys dF/dt = -|dx/dt|^2.
+
+    Its Euler steps descend too, x <- R_x(dt v), where dt |eta_z| <= 2 sqrt(d) for all z of a
+    `VMFMixture` (kappa_z dt <= 2 d): -log E_q exp is no more than -E_q, so F falls by at least
+    g . (x' - x) with g = sum_z q_z eta_z, at an angle theta from x; x' turns by
+    atan(a sin theta), a = dt |g| / sqrt(d), towards g, which is at most 2 theta for a <= 2.
+    Beyond it a step may climb, near a mean that it jumps over. (Derived here.)
+
+    Source: Liao, "Transformer as an Euler Discretization of Score-based Variational Flow",
+    arXiv 2604.23740.
+
+    Arguments:
+        mixture: p(z) and p(x|z).
+        posterior: q as an nnx.Module (its weights are the flow's), from states (tokens, width) to
+            probabilities (tokens, components): a `SoftmaxPosterior`, a router network; None for
+            the exact one.
+        depth: the span of time, in layers.
+        manifold: "sphere" or "euclidean"; None for the mixture's own. A vMF mixture in R^d is the
+            function log sum_z pi_z C_d(kappa_z) exp(eta_z . x) there, not a density.
+
+    Raises:
+        ValueError: anything else than that, or a posterior of the wrong shape, or (where it is
+            evaluated outside jit) whose rows do not sum to 1; under jit equinox raises for those.
+    """
+
+    def __init__(
+        self,
+        mixture: StateMixture,
+        *,
+        posterior: Callable[[Float[Array, "tokens width"]], Float[Array, "tokens components"]]
+        | None = None,
+        depth: int = 1,
+        manifold: str | None = None,
+    ):
+        if not isinstance(mixture, StateMixture):
+            raise ValueError(f"mixture must be a StateMixture, got {type(mixture).__name__}")
+        if posterior is not None and not (
+            isinstance(posterior, nnx.Module) and callable(posterior)
+        ):
+            raise ValueError(
+                f"posterior must be a callable nnx.Module, got {type(posterior).__name__}"
+            )
+        if isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or depth < 1:
+            raise ValueError(f"depth must be a positive int, got {depth!r}")
+        if manifold is not None and manifold not in MANIFOLDS:
+            raise ValueError(f"manifold is one of {MANIFOLDS}, got {manifold!r}")
+        self.depth, self.width = int(depth), mixture.width
+        self.manifold = mixture.manifold if manifold is None else manifold
+        self.mixture, self.posterior = mixture, posterior
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        return ()
+
+    def probabilities(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens components"]:
+        """q(z|x)."""
+        if self.posterior is None:
+            return self.mixture.posterior(x)
+        q = check_posterior(self.posterior(x), (x.shape[0], self.mixture.components))
+        if isinstance(q, jax.core.Tracer) and not isinstance(self.posterior, SoftmaxPosterior):
+            message = f"{type(self.posterior).__name__} gives rows that do not sum to 1"
+            q = eqx.error_if(q, improper(q), message)
+        return q
+
+    def velocity(self, t, x, context=None):
+        v = self.mixture.ambient(x, self.probabilities(x))
+        return geometry.tangent(x, v) if self.manifold == "sphere" else v
+
+    def retract(self, x):
+        return geometry.sphere(x) if self.manifold == "sphere" else x
+
+
+def energy(
+    flow: ScoreFlow, xs: Float[Array, "*times tokens width"]
+) -> Float[Array, "*times tokens"]:
+    """F = -log p(x) along a trajectory.
+
+    Raises:
+        ValueError: what is not a ScoreFlow, or states of another width.
+    """
+    rows = _rows(flow, xs)
+    return flow.mixture.free_energy(rows).reshape(xs.shape[:-1])
+
+
+def elbo(flow: ScoreFlow, xs: Float[Array, "*times tokens width"]) -> Float[Array, "*times tokens"]:
+    """E_q[log p(x, z) - log q(z|x)] along a trajectory, q the flow's own posterior.
+
+    It is -`energy` less KL(q || p(z|x)). Raises as `energy` does.
+    """
+    rows = _rows(flow, xs)
+    if flow.posterior is None:  # the gap is zero: not by subtraction
+        return flow.mixture.log_density(rows).reshape(xs.shape[:-1])
+    # A posterior may look at all tokens of one state at once.
+    states = xs.reshape(-1, *xs.shape[-2:])
+    return jax.vmap(lambda x: flow.mixture.elbo(x, flow.probabilities(x)))(states).reshape(
+        xs.shape[:-1]
+    )
+
+
+def _rows(flow, xs):
+    if not isinstance(flow, ScoreFlow):
+        raise ValueError(f"the energy is that of a ScoreFlow, got {type(flow).__name__}")
+    if xs.ndim < 2 or xs.shape[-1] != flow.width:
+        raise ValueError(f"xs must have shape (..., tokens, {flow.width}), got {xs.shape}")
+    return xs.reshape(-1, flow.width)

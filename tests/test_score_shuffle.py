@@ -1,0 +1,225 @@
+"""Prefix shuffling: what is permuted, what is measured, and what the statistics say."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from compilations import Compilations
+from configs import tiny_config, tiny_model
+from flows import fast
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+import svflow as sv
+from svflow.score import shuffle as module
+from svflow.score.metrics import PER_HEAD, measured
+from svflow.score.shuffle import prefix_shuffle, shuffled, spearman, table, twins
+
+PROMPTS = np.random.default_rng(0).integers(0, 23, (5, 12))
+
+
+@given(
+    length=st.integers(4, 40),
+    share=st.floats(0, 1),
+    fraction=st.floats(0, 1),
+    seed=st.tuples(st.integers(0, 2**31), st.integers(0, 99)),
+)
+def test_only_the_asked_fraction_of_the_prefix_moves(length, share, fraction, seed):
+    suffix = max(2, round(share * (length - 2)))
+    ids = np.arange(length)
+    found = shuffled(ids, suffix=suffix, fraction=fraction, seed=seed)
+    np.testing.assert_array_equal(found[length - suffix :], ids[length - suffix :])
+    np.testing.assert_array_equal(np.sort(found), ids)
+    moved = np.flatnonzero(found != ids)
+    count = round(fraction * (length - suffix))
+    assert len(moved) <= count
+    if count == 0:
+        np.testing.assert_array_equal(found, ids)
+    np.testing.assert_array_equal(found, shuffled(ids, suffix=suffix, fraction=fraction, seed=seed))
+    # A larger fraction of the same seed moves at least those places' tokens or leaves them by luck.
+    chosen = np.sort(_places(length - suffix, count, seed))
+    assert set(moved) <= set(chosen)
+    assert set(chosen) <= set(_places(length - suffix, length - suffix, seed))
+
+
+def _places(prefix, count, seed):
+    raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(2 * prefix)
+    return np.argsort(raw[:prefix], kind="stable")[:count]
+
+
+def test_a_seed_gives_this_permutation_everywhere():
+    """Computed on the host from a stream that NumPy keeps: written down once."""
+    found = shuffled(np.arange(12), suffix=3, fraction=1, seed=(0, 1, 2))
+    np.testing.assert_array_equal(found, EXPECTED)
+    assert not np.array_equal(found, shuffled(np.arange(12), suffix=3, fraction=1, seed=(0, 1, 3)))
+
+
+EXPECTED = [3, 0, 7, 6, 5, 4, 8, 2, 1, 9, 10, 11]
+
+
+def test_all_permutations_are_as_likely():
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(6000):
+        found = tuple(int(i) for i in shuffled(np.arange(5), suffix=2, fraction=1, seed=seed)[:3])
+        counts[found] = counts.get(found, 0) + 1
+    assert len(counts) == 6
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-3
+
+
+@pytest.fixture(scope="module")
+def study():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        module,
+        "_suffix",
+        jax.jit(
+            module._suffix.__wrapped__,
+            static_argnames=("suffix", "with_loss", "interpolated"),
+            compiler_options={"xla_backend_optimization_level": 0},
+        ),
+    )
+    model = tiny_model("llama", gain=0.5)
+    with Compilations() as compilations:
+        found = prefix_shuffle(model, PROMPTS, suffix=4, fractions=(0, 0.5, 1), seeds=2, seed=7)
+    yield model, found, compilations.count
+    patch.undo()
+
+
+def test_fraction_zero_changes_nothing_to_the_bit(study):
+    _, found, _ = study
+    for one in (found, found.untrained):
+        for name, change in one.change.items():
+            assert (change[:, 0] == 0).all(), name
+            np.testing.assert_array_equal(one.metric[name][:, 0, 0], one.unshuffled[name])
+            assert np.abs(change[:, 1:]).max() > 0, name
+        np.testing.assert_array_equal(one.loss[:, 0, 1], one.unshuffled_loss)
+
+
+def test_the_numbers_are_those_of_the_metrics_and_of_the_loss(study):
+    model, found, _ = study
+    ids = shuffled(PROMPTS[3], suffix=4, fraction=0.5, seed=(7, 3, 1))
+    assert not np.array_equal(ids, PROMPTS[3])
+    (rows, _), _ = fast(functools.partial(measured, interpolated=True))(model, ids)
+    place = (3, 1, 1)
+    for name in PER_HEAD:
+        expected = np.asarray(rows[name])[..., -4:].mean(axis=(1, 2))
+        np.testing.assert_allclose(found.metric[name][place], expected, rtol=1e-10)
+    for column, name in enumerate(("attention", "feed_forward")):
+        for kind in ("field", "radial", "dt"):
+            expected = np.asarray(rows[kind])[:, column, -4:].mean(axis=-1)
+            np.testing.assert_allclose(found.metric[f"{kind} of {name}"][place], expected, 1e-10)
+    np.testing.assert_allclose(found.metric["path"][place], rows["path"][1:, -4:].mean(-1), 1e-10)
+    np.testing.assert_allclose(found.metric["angle"][place], rows["angle"][:, -4:].mean(-1), 1e-10)
+    logits = fast(lambda model, ids: model(ids))(model, ids)
+    scores = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    expected = -np.mean([scores[t, ids[t + 1]] for t in range(8, 11)])
+    np.testing.assert_allclose(found.loss[place], expected, rtol=1e-10)
+    base = found.unshuffled["entropy"][3]
+    change = (found.metric["entropy"][place] - base) / base
+    np.testing.assert_allclose(found.change["entropy"][place], change, rtol=1e-12)
+    worse = (found.loss - found.unshuffled_loss[:, None, None]).mean(axis=2)[:, 2]
+    means = found.change["entropy"].mean(axis=2)[:, 2]
+    for layer in range(3):
+        expected = stats.spearmanr(means[:, layer], worse)
+        np.testing.assert_allclose(found.rho["entropy"][2, layer], expected.statistic, rtol=1e-12)
+        p = max(expected.pvalue, 2 / 120)
+        np.testing.assert_allclose(found.p_value["entropy"][2, layer], p, rtol=1e-9)
+    assert np.isnan(found.rho["entropy"][0]).all()
+
+
+def test_one_program_for_all_texts_and_the_control(study):
+    model, found, count = study
+    assert count > 0
+    with Compilations() as compilations:
+        again = prefix_shuffle(model, PROMPTS[:2], suffix=4, fractions=(1,), seeds=1, seed=7)
+    assert compilations.count == 0
+    np.testing.assert_array_equal(again.change["path"][:, 0, 0], found.change["path"][:2, 2, 0])
+    assert np.isnan(again.rho["path"]).all()  # of two prompts
+    shapes = {a.shape for a in again.metric.values()}
+    assert shapes == {(2, 1, 1, 3)}
+    control = sv.spectra.controls.initialisation(jax.random.key(7), model)
+    alone = prefix_shuffle(
+        control, PROMPTS, suffix=4, fractions=(0, 0.5, 1), seeds=2, seed=7, control=False
+    )
+    assert alone.untrained is None
+    for name in PER_HEAD:
+        np.testing.assert_array_equal(alone.metric[name], found.untrained.metric[name])
+
+
+def test_the_table_fits_and_names_every_metric(study):
+    _, found, _ = study
+    for one in (found, found._replace(untrained=None)):
+        lines = table(one).splitlines()
+        assert max(map(len, lines)) <= 100
+        for name in found.change:
+            assert any(row.startswith(f"{name:<22}|") for row in lines), name
+
+
+def test_without_a_next_token_there_is_no_loss(monkeypatch):
+    run = fast(functools.partial(module._suffix.__wrapped__, suffix=4, with_loss=False,
+                                 interpolated=False))  # fmt: skip
+    monkeypatch.setattr(module, "_suffix", lambda model, ids, **_: run(model, ids))
+    found = prefix_shuffle(
+        tiny_model("bert"), PROMPTS[0], suffix=4, fractions=(1,), seeds=1, control=False
+    )
+    assert found.loss is None
+    assert (found.rho, found.untrained) == ({}, None)
+    assert found.change["entropy"].shape == (1, 1, 1, 3)
+    assert table(found)
+
+
+def test_rank_correlations():
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(2, 30, 4))
+    y[:, 1] += x[:, 1]
+    x[:, 2] = np.round(x[:, 2])  # ties
+    rho, p = spearman(x, y)
+    for column in range(4):
+        expected = stats.spearmanr(x[:, column], y[:, column])
+        np.testing.assert_allclose(rho[column], expected.statistic, rtol=1e-12)
+        np.testing.assert_allclose(p[column], expected.pvalue, rtol=1e-9)
+    rho, p = spearman(np.arange(5.0), np.arange(5.0) ** 3)
+    np.testing.assert_allclose((rho, p), (1, 2 / 120), rtol=1e-12)
+    for worse in (np.ones(5), np.array([1, 2, np.nan, 4, 5])):
+        assert np.isnan(spearman(np.arange(5.0), worse)).all()
+
+
+def test_twins_differ_in_norms_of_queries_alone():
+    one, other = twins(tiny_config("llama"), seed=3)
+    assert (one.config.query_key_norm, other.config.query_key_norm) == ("head", None)
+    shared = dict(jax.tree_util.tree_leaves_with_path(other))
+    extra = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(one):
+        if path in shared:
+            np.testing.assert_array_equal(leaf, shared[path])
+        else:
+            extra += 1
+            assert (leaf == 1).all()
+    assert extra == 2
+    kinds = [tiny_config("olmo2").query_key_norm]
+    jax.eval_shape(lambda: [kinds.append(m.config.query_key_norm)
+                            for m in twins(tiny_config("olmo2"))] and None)  # fmt: skip
+    assert kinds == ["full", "full", None]
+    with pytest.raises(ValueError, match="gpt2 has LayerNorms"):
+        twins(tiny_config("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (PROMPTS, dict(suffix=13), "a suffix of 13 tokens is longer than the text of 12"),
+        (PROMPTS, dict(suffix=11), "a suffix of 11 of 12 tokens: it needs two, and two before"),
+        (PROMPTS, dict(suffix=1), "a suffix of 1 of 12 tokens"),
+        (PROMPTS, dict(suffix=4.0), r"suffix must be an int, got 4\.0"),
+        (PROMPTS, dict(suffix=4, fractions=(0, 1.5)), "numbers from 0 to 1"),
+        (PROMPTS, dict(suffix=4, fractions=()), "numbers from 0 to 1"),
+        (PROMPTS, dict(suffix=4, seeds=0), "seeds must be at least 1, got 0"),
+        ([[1, 2, 3, 4, 5], [1, 2, 3, 4]], dict(suffix=2), "the same number of tokens"),
+        ([[1, 2, 3, 4], [1, 2, 3, 23]], dict(suffix=2), "prompt 1: id 23 is outside"),
+    ],
+)
+def test_what_is_refused(ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        prefix_shuffle(tiny_model("llama"), ids, **options)
