@@ -34,7 +34,9 @@ CUTS = (None, 0.003, 0.01, 0.03, 0.1, 0.3)
 REACTION = (
     "CC(C)(C)OC(=O)N1CCC(C(=O)O)CC1.Nc1ccc(Cl)cc1Br>>CC(C)(C)OC(=O)N1CCC(C(=O)Nc2ccc(Cl)cc2Br)CC1"
 )
-SUMMARY = ("system", "real", "gap", "gamma", "chance", "others", "rho", "rising", "mean token")
+SUMMARY = (
+    "system", "real", "gap", "gamma", "chance", "compared", "others", "rho", "rising", "mean token",
+)  # fmt: skip
 
 
 def text_of(source: str) -> np.ndarray:
@@ -56,11 +58,13 @@ def longest_pieces(text: str, places: dict[str, int]) -> list[int]:
 
 
 def row(name: str, study: power.Study, system: str, ordering: str) -> str:
-    """Means over layers."""
+    """Means over layers; gamma is compared with others' over the layers that have others."""
     dynamics = getattr(study, system)
     found, pair = getattr(dynamics, ordering), getattr(study.principal, ordering)
     a = found.alignment
-    others = "" if study.shared else f"{np.nanmean(found.other):.3f}"
+    some = np.isfinite(found.other)
+    compared = [np.mean(np.asarray(part)[some]) if some.any() else np.nan
+                for part in (a.gamma, found.other)]  # fmt: skip
     cells = [
         name,
         "model" if system == "real" else "reduced",
@@ -68,8 +72,8 @@ def row(name: str, study: power.Study, system: str, ordering: str) -> str:
         f"{np.median(pair.gap_ratio):.2f}",
         f"{np.mean(a.gamma):.3f}",
         f"{np.mean(a.chance):.3f}",
-        others,
-        f"{np.mean(a.rho):.2f}",
+        *("" if np.isnan(mean) else f"{mean:.3f}" for mean in compared),
+        f"{np.nanmean(a.rho):.2f}",
         f"{int(np.sum(np.asarray(a.rho) > 0.5))}/{len(a.rho)}",
         f"{dynamics.consensus[0]:.2f} → {dynamics.consensus[-1]:.2f}",
     ]

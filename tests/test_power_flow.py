@@ -91,8 +91,9 @@ def test_the_layer_matrix_is_the_consensus_map():
         agreed = jnp.tile(x / jnp.linalg.norm(x), (TOKENS, 1))
         expected = np.tile(y / np.linalg.norm(y), (TOKENS, 1))
         np.testing.assert_allclose(step(flow, k, agreed), expected, rtol=0, atol=1e-14)
-    with pytest.raises(ValueError, match=r"layer must be one of 0 \.\. 2, got 3"):
-        flow.layer_matrix(LAYERS)
+    for wrong in (LAYERS, -1, 1.5, True):
+        with pytest.raises(ValueError, match=rf"layer must be one of 0 \.\. 2, got {wrong}"):
+            flow.layer_matrix(wrong)
 
 
 def test_the_velocity_is_the_tangent_part_of_the_field():
@@ -161,6 +162,44 @@ def test_padding_is_not_seen(causal):
     np.testing.assert_allclose(padded, run(flow, x[:4]), rtol=0, atol=1e-14)
     if not causal:
         assert np.abs(padded - run(flow, x)[:, :4]).max() > 1e-3
+    # Zeros are the usual padding.
+    zeros = run(flow, x.at[4:].set(0), context)
+    np.testing.assert_array_equal(zeros[:, :4], padded)
+    assert np.isfinite(zeros).all()
+
+
+def test_zero_padding_leaves_no_nan_in_gradients():
+    @fast
+    @jax.grad
+    def slopes(both):
+        flow, x = both
+        xs = sv.simulate(flow, x, context=sv.Context(mask=jnp.arange(TOKENS) < 4)).xs
+        return jnp.sum(jnp.where(xs[-1, :4] > 0, xs[-1, :4], 0))
+
+    x = tokens_of().at[4:].set(0)
+    # F = -I takes a token that sees only itself to zero: after it, padding without a direction.
+    lines = jnp.eye(WIDTH).reshape(HEADS, VALUE, WIDTH)
+    away = PowerFlow(*arrays()[:2], lines.transpose(0, 2, 1), -lines, depth=LAYERS)
+    for flow in (make(), away):
+        found = jax.tree.leaves(slopes((flow, x)))
+        assert all(np.isfinite(leaf).all() for leaf in found)
+        assert any(np.abs(leaf).max() > 1e-3 for leaf in found)
+
+
+def test_no_size_of_states_or_weights_over_or_underflows():
+    x = tokens_of()
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), make())
+    for flow, sizes in ((make(), (1e200, 1e-160)), (low, (1e19, 1e-19))):
+        start = x.astype(flow.query.dtype)
+        expected, eps = step(flow, 0, start), float(jnp.finfo(start.dtype).eps)
+        for size in sizes:
+            here = step(flow, 0, start * jnp.asarray(size, start.dtype))
+            np.testing.assert_allclose(here, expected, rtol=0, atol=50 * eps)
+    for name in ("value", "output"):
+        kernel = getattr(low, name)
+        kernel[...] = kernel[...] * jnp.asarray(1e10, jnp.float32)
+    norms = np.linalg.norm(np.asarray(step(low, 0, x.astype(jnp.float32)), np.float64), axis=1)
+    np.testing.assert_allclose(norms, 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "albert", "llama"])
@@ -222,6 +261,15 @@ def test_one_program_for_all_weights_and_runs():
     built = fast(jax.vmap(lambda w, x: end(PowerFlow(*w, depth=LAYERS), x)))
     weights = [jnp.stack(parts) for parts in zip(*(arrays(s) for s in range(3)))]
     np.testing.assert_allclose(built(weights, x), each, rtol=0, atol=1e-14)
+
+
+def test_known_weights_are_checked_within_a_trace_too():
+    weights = [jnp.asarray(array) for array in arrays()]
+    shape = jax.eval_shape(lambda: PowerFlow(*weights, depth=2).layer_matrix())
+    assert shape.shape == (WIDTH, WIDTH)
+    weights[2] = weights[2].at[0, 0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match="value is not finite"):
+        jax.eval_shape(lambda: PowerFlow(*weights, depth=2).layer_matrix())
 
 
 def test_it_is_a_pytree_that_pickles_and_keeps_its_types():
@@ -367,8 +415,14 @@ def test_wrong_values_and_options_are_named():
             PowerFlow(*weights, depth=2, scale=scale)
     with pytest.raises(ValueError, match="scale must be one number, or 2"):
         PowerFlow(*stacked, scale=[1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="scale must be finite"):
-        PowerFlow(*weights, depth=2, scale=np.inf)
+    low = [w.astype(np.float32) for w in weights]
+    for scale, arrays in ((np.inf, weights), (np.nan, weights), (1e39, low)):
+        with pytest.raises(ValueError, match="scale must be finite in float"):
+            PowerFlow(*arrays, depth=2, scale=scale)
+    assert PowerFlow(*weights, depth=2, scale=1e39).scale == (1e39,)
+    for scale in (1j, "1", True):
+        with pytest.raises(ValueError, match="scale must be real numbers"):
+            PowerFlow(*weights, depth=2, scale=scale)
     with pytest.raises(ValueError, match="from_model takes a Transformer, got list"):
         PowerFlow.from_model([])
     with pytest.raises(ValueError, match="cannot be repeated"):

@@ -180,7 +180,8 @@ def test_gaps_at_the_edge():
     rank_one = power.principal(jnp.outer(jnp.arange(1.0, 4), jnp.ones(3)))
     assert rank_one.modulus.gap_ratio > 1e12
     np.testing.assert_allclose(rank_one.residual.gap_ratio, 7, rtol=1e3 * EPS)
-    assert np.isnan(power.principal(jnp.zeros((3, 3))).modulus.gap_ratio)
+    for zeros in (jnp.zeros((3, 3)), jnp.eye(3, k=1)):
+        assert np.isnan(power.principal(zeros).modulus.gap_ratio)
 
 
 def test_principal_of_a_stack_and_under_jit():
@@ -256,6 +257,34 @@ def test_p_values_are_binomial(tokens):
         np.testing.assert_allclose(found.p_value, [expected], rtol=1e-10)
 
 
+def test_ties_do_not_count():
+    F, near, far = jnp.diag(jnp.asarray([2.0, 1.0])), [1.0, 0.1], [0.1, 1.0]
+    xs = jnp.asarray([[far] * 3 + [near] * 6, [near] * 3 + [far] + [near] * 5])
+    found = power.alignment(F, xs)
+    np.testing.assert_allclose(found.rho, [3 / 4])
+    np.testing.assert_allclose(found.p_value, [scipy.stats.binomtest(3, 4).pvalue])
+    # A layer that does nothing, and a width without directions.
+    still = power.alignment(F, jnp.stack([xs[0], xs[0]]))
+    for one in (still, power.alignment(jnp.ones((1, 1)), jnp.ones((2, 9, 1)))):
+        assert np.isnan(one.rho).all()
+        np.testing.assert_array_equal(one.p_value, [1])
+
+
+def test_p_values_of_many_tokens_in_single_precision():
+    tokens, near, far = 65536, np.float32([1.0, 0.1]), np.float32([0.1, 1.0])
+    counts = (32769, 33000)
+    # The first of them rise, the others fall.
+    rise, again = (np.where((np.arange(tokens) < count)[:, None], near, far) for count in counts)
+    with jax.enable_x64(False):
+        F = jnp.diag(jnp.asarray([2.0, 1.0]))
+        found = [power.alignment(F, np.stack([x[:, ::-1], x])) for x in (rise, again)]
+    for one, count, expected in zip(found, counts, (0.997, 0.0705)):
+        exact = scipy.stats.binomtest(count, tokens).pvalue
+        np.testing.assert_allclose(one.rho, count / tokens, rtol=1e-6)
+        np.testing.assert_allclose(one.p_value, exact, rtol=1e-6)
+        assert abs(exact - expected) < 1e-3
+
+
 @pytest.mark.parametrize("width", [2, 3, 17])
 def test_chance_is_that_of_random_directions(width):
     x = np.random.default_rng(7).normal(size=(200_000, width))
@@ -296,6 +325,14 @@ def test_alignment_keeps_the_states_precision_and_differentiates():
 
     def gamma(F):
         return power.alignment(F, xs).gamma[0]
+
+    for size in (1e20, 1e-20):
+        scaled = xs.astype(jnp.float32) * jnp.asarray(size, jnp.float32)
+        found = power.alignment(F.astype(jnp.float32), scaled)
+        np.testing.assert_allclose(found.gamma, power.alignment(F, xs).gamma, rtol=1e-5)
+    # A token that is orthogonal to v, as at a kink of |v . x|.
+    slopes = fast(jax.grad(lambda xs: power.alignment(jnp.diag(jnp.arange(3.0)), xs).gamma[0]))
+    assert np.isfinite(slopes(xs.at[1, 2].set(jnp.asarray([1.0, 0.0, 0.0])))).all()
 
     direction = jnp.asarray(np.random.default_rng(10).normal(size=(3, 3)))
     step = 1e-6

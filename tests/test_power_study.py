@@ -1,6 +1,8 @@
 """The power-method study of a checkpoint, on tiny models and on a trained ALBERT."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,28 @@ def check_span(F, unit, measured, shift):
         size = np.linalg.norm(unit[layer + 1] @ basis.conj(), axis=-1).mean()
         np.testing.assert_allclose(measured.span[layer], size, rtol=1e6 * EPS)
         np.testing.assert_allclose(measured.span_chance[layer], chance(16, len(parts)))
+
+
+def test_layers_of_one_matrix_are_not_others_to_each_other(monkeypatch):
+    # Steered in its last layer: one block used twice, a copy of it, and the changed one.
+    steered = power.steer(tiny_model("albert"), np.arange(16.0), 0.1, "basic")
+    assert steered.config.blocks == (0, 0, 1, 2)
+    # On any states.
+    xs = jnp.asarray(np.random.default_rng(0).normal(size=(5, 8, 16)))
+    module = sys.modules[power.study.__module__]
+    monkeypatch.setattr(module, "simulate", lambda *_: SimpleNamespace(xs=xs))
+    found, F = power.study(steered, IDS), power.layer_matrices(steered)
+    assert not found.shared
+    compared = 0
+    for ordering in ("modulus", "residual"):
+        measured = getattr(found.real, ordering)
+        real = np.asarray(measured.alignment.real)
+        assert (real[:3] == real[0]).all()
+        others = power.alignment(F[jnp.asarray([3, 3, 3, 0])], xs, ordering=ordering).gamma
+        expected = others if real[3] == real[0] else np.full(4, np.nan)
+        np.testing.assert_allclose(measured.other, expected, rtol=1e5 * EPS)
+        compared += real[3] == real[0]
+    assert compared
 
 
 @pytest.fixture(scope="module")

@@ -400,6 +400,37 @@ def test_two_groups_may_stand_where_agreement_does_not():
     for _ in range(60):
         x = step(flow, x + 1e-3 * random.normal(size=x.shape))
     assert np.min(signs * (x @ prediction.bipartite.vector)) > 0.99
+    # A run that ends so is compared with these groups, not with those at v_1.
+    x0 = x + 1e-3 * random.normal(size=x.shape)
+    found = convergence(flow, 1e3 * x0, LAYERS)
+    state = bipartite(flow, signs, prediction.bipartite.vector)
+    assert np.array_equal(found.signs, signs)
+    assert abs(found.predicted_rate - state.rate) < 1e-9
+    assert abs(found.rate - state.rate) < 1e-3
+    assert abs(state.rate - 0.714) < 1e-3
+    assert found.agreement < 0.9
+
+
+def test_groups_are_as_equal_as_the_number_of_tokens_allows():
+    F = matrix([1.0], np.random.default_rng(0))
+    for beta in (0.1, 0.2, 0.3, 1.0, 4.0):
+        flow = self_similar(F, beta)
+        for tokens in (2, 3, 4, 5, 12, 65):
+            found = predict(flow, tokens=tokens)
+            signs = np.where(np.arange(tokens) % 2, -1.0, 1.0)
+            states = [bipartite(flow, signs, v.real)
+                      for value, v in zip(*(part.T for part in np.linalg.eig(F)))
+                      if value.imag == 0]  # fmt: skip
+            rate = min(state.rate for state in states if state.drift.max() < 1e-6)
+            assert abs(found.bipartite.rate - rate) < 1e-9
+            assert (found.regime == Regime.BIPARTITE) == (rate < 1)
+        assert predict(flow).bipartite.rate == predict(flow, tokens=64).bipartite.rate
+    odd = self_similar(F, 0.2)
+    assert abs(bipartite(odd, [1, -1, 1]).rate - 1.170) < 1e-3
+    assert predict(odd, tokens=3).regime == Regime.CONSENSUS
+    # Without other eigenvalues than negative ones, two tokens have no disagreement to slow them.
+    quick = self_similar(matrix([1.0], np.random.default_rng(0), rest=(-0.6, -0.2)), 4.0)
+    assert predict(quick, tokens=2).bipartite.rate < predict(quick, tokens=4).bipartite.rate - 0.01
 
 
 # Ties, types, and what is refused.
@@ -414,6 +445,76 @@ def test_ties_are_undetermined():
     nothing = flow_of(np.zeros((WIDTH, WIDTH)), random)
     assert predict(nothing).regime == Regime.NONE
     assert predict(flow_of(-np.eye(WIDTH), random)).regime == Regime.NONE
+
+
+def test_a_jordan_block_goes_to_its_only_eigenvector_slowly():
+    F = np.diag([1.0, 1, 0.2, 0.1]) + np.diag([1.0, 0, 0], 1)
+    flow = flow_of(F, np.random.default_rng(0))
+    prediction = predict(flow)
+    assert prediction.regime == Regime.UNDETERMINED
+    x, errors = np.array([0.3, 1.0, 0.5, 0.2]), []
+    for layers in (1000, 1000):  # of tokens that agree
+        for _ in range(layers):
+            x = x + F @ x
+            x = x / np.linalg.norm(x)
+        errors.append(np.linalg.norm(x - prediction.limit[0] * (x @ prediction.limit[0])))
+    assert abs(errors[0] / errors[1] - 2) < 0.02
+
+
+def test_no_size_over_or_underflows():
+    random = np.random.default_rng(0)
+    flow = flow_of(matrix([1.0, -1.5], random), random)
+    x = start(random, near=2 * predict(flow).limit[0], size=0.5)
+    expected = convergence(flow, x, LAYERS)
+    for size in (1e200, 1e-200, 1e-310):
+        found = convergence(flow, x * size, LAYERS)
+        assert abs(found.rate - expected.rate) < 1e-3
+        assert 1 - found.cosine < 1e-6
+    large = flow_of(matrix([1.0, -1.5], random), random)
+    large.output[...] = large.output[...] * 1e200
+    assert abs(predict(large).value) > 1e199
+    # A layer is F alone, and goes to -1.5; agreement is reached at once.
+    found = convergence(large, x, LAYERS)
+    assert 1 - found.cosine < 1e-6
+    assert abs(found.rate - found.prediction.rate) < 1e-3
+    one = self_similar(np.asarray(large.layer_matrix()), 1.0)
+    assert bipartite(one, SIGNS, predict(one).limit[0]).drift.max() < 1e-6
+    large.value[...] = large.value[...] * 1e200
+    with pytest.raises(ValueError, match=r"layer matrix .* overflows"):
+        predict(large)
+
+
+def test_what_a_layer_takes_to_zero_is_named():
+    # F = -I: a token that sees itself alone vanishes.
+    random = np.random.default_rng(0)
+    away = -np.eye(WIDTH)
+    eye = np.eye(WIDTH)[None]
+    with pytest.raises(ValueError, match="takes token 0 to zero"):
+        convergence(PowerFlow(eye, eye, eye, -eye, depth=1, causal=True), start(random), 3)
+    alone = self_similar(away, 100.0)  # each group sees itself alone
+    for signs in (np.ones(TOKENS), SIGNS):
+        with pytest.raises(ValueError, match="to zero, which has no direction"):
+            bipartite(alone, signs, np.eye(WIDTH)[0])
+    assert predict(alone).regime == Regime.NONE
+    assert predict(alone).bipartite is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_only_eigenvectors_hold_two_groups(dtype):
+    random = np.random.default_rng(0)
+    for size in (1.0, 1e-5):  # what counts is relative to the matrix
+        flow = self_similar(matrix([1.0], random, rest=(-0.4, -0.1)), 1.0)
+        flow.output[...] = flow.output[...] * size
+        flow = jax.tree.map(lambda leaf: leaf.astype(dtype), flow)
+        value, output = (np.asarray(a[...], np.float64) for a in (flow.value, flow.output))
+        F = np.einsum("hdv,hve->ed", value, output)
+        for vector in np.linalg.eig(F)[1].T[:3]:
+            v = vector.real.astype(np.float64 if dtype == "float64" else np.float32)
+            if not vector.imag.any():
+                assert bipartite(flow, SIGNS, v).drift.max() < 1e-3
+        for wrong in (np.ones(WIDTH), 1e-2 * np.eye(WIDTH)[0] + predict(flow).limit[0]):
+            with pytest.raises(ValueError, match="no eigenvector"):
+                bipartite(flow, SIGNS, wrong)
 
 
 def test_float32_weights():
@@ -443,10 +544,10 @@ def test_wrong_input_is_named():
     one = PowerFlow(*np.ones((4, 1, 1, 1)), depth=1)
     with pytest.raises(ValueError, match="a width of 1"):
         predict(one)
-    for tokens in (0, -1):
-        with pytest.raises(ValueError, match="tokens must be positive"):
+    for tokens in (0, -1, 2.5, "3", True):
+        with pytest.raises(ValueError, match="tokens must be a positive integer"):
             predict(flow, tokens=tokens)
-        with pytest.raises(ValueError, match="tokens must be positive"):
+        with pytest.raises(ValueError, match="tokens must be a positive integer"):
             modes(flow, tokens)
     with pytest.raises(ValueError, match=r"x0 must have shape \(tokens, 8\), got \(6, 7\)"):
         convergence(flow, x[:, 1:], 3)
@@ -462,6 +563,9 @@ def test_wrong_input_is_named():
     for signs in ([1, 0.5], [], [[1, -1]]):
         with pytest.raises(ValueError, match="signs must be a sequence"):
             bipartite(flow, np.asarray(signs))
+    for signs in ([1j, -1], ["1", "-1"]):
+        with pytest.raises(ValueError, match="signs must be real numbers"):
+            bipartite(flow, signs)
     with pytest.raises(ValueError, match="no eigenvector"):
         bipartite(flow, SIGNS, np.ones(WIDTH))
     with pytest.raises(ValueError, match="8 finite numbers, not all zero"):

@@ -11,7 +11,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_python_blocks_run(tmp_path):
     # In a process of its own: a user has neither x64 nor strict promotion.
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 9
     checks = (
         "assert (logits == model(ids)).all()",
         "assert jacobian.shape == (model.flow.width, *x0.shape)",
@@ -19,6 +19,8 @@ def test_the_python_blocks_run(tmp_path):
         "assert jnp.isfinite(batch).all()",
         "assert steered.config == model.config",
         "assert measured.prediction.regime == prediction.regime",
+        "assert (jnp.diff(score.energy(ascent, climb), axis=0) < 1e-5).all()",
+        "assert jnp.allclose(ut.run(machine, tokens @ program), ut.run(target, tokens), atol=1e-3)",
         "assert normal.shape == control.shape == (model.flow.depth,)",
     )
     script = "\n".join([*blocks, *checks])

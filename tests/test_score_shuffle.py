@@ -10,12 +10,14 @@ from configs import tiny_config, tiny_model
 from flows import fast
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from scipy import stats
 
 import svflow as sv
 from svflow.score import shuffle as module
 from svflow.score.metrics import PER_HEAD, measured
 from svflow.score.shuffle import prefix_shuffle, shuffled, spearman, table, twins
+from svflow.score.shuffle_plot import SHOWN, shuffle_picture
 
 PROMPTS = np.random.default_rng(0).integers(0, 23, (5, 12))
 
@@ -157,6 +159,22 @@ def test_the_table_fits_and_names_every_metric(study):
             assert any(row.startswith(f"{name:<22}|") for row in lines), name
 
 
+def test_the_picture_draws_every_fraction_and_the_control(study):
+    _, found, _ = study
+    figure = Figure()
+    panels = shuffle_picture(figure, found, theme="dark", title="a study")
+    assert len(panels) == 6
+    for axes, name in zip(panels, SHOWN):
+        _, half, control_half, whole, control = axes.lines
+        for line, one, place in (
+            (half, found, 1), (control_half, found.untrained, 1),
+            (whole, found, 2), (control, found.untrained, 2),
+        ):  # fmt: skip
+            expected = 100 * np.nanmedian(one.change[name][:, place], axis=(0, 1))
+            np.testing.assert_allclose(line.get_ydata(), expected)
+            np.testing.assert_array_equal(line.get_xdata(), [1, 2, 3])
+
+
 def test_without_a_next_token_there_is_no_loss(monkeypatch):
     run = fast(functools.partial(module._suffix.__wrapped__, suffix=4, with_loss=False,
                                  interpolated=False))  # fmt: skip
@@ -187,7 +205,7 @@ def test_rank_correlations():
 
 
 def test_twins_differ_in_norms_of_queries_alone():
-    one, other = twins(tiny_config("llama"), seed=3)
+    one, other = fast(lambda: twins(tiny_config("llama"), seed=3))()
     assert (one.config.query_key_norm, other.config.query_key_norm) == ("head", None)
     shared = dict(jax.tree_util.tree_leaves_with_path(other))
     extra = 0

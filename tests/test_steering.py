@@ -173,6 +173,13 @@ def test_what_cannot_be_steered_is_named():
         (lambda: power.steer(model, Z, np.inf), "strength must be finite"),
         (lambda: power.steer(model, Z, [1.0, 2.0]), "strength must be one number"),
         (lambda: power.steer(model, Z, 1j), "strength must be real"),
+        (lambda: power.steer(model, Z, "3"), "strength must be real"),
+        (lambda: power.steer(model, Z, True), "strength must be real"),
+        (lambda: power.steer(model, [*map(str, Z)], 1.0), "direction must be real"),
+        (lambda: power.steer(model, Z.astype(object), 1.0), "direction must be real"),
+        (lambda: power.steer(model, Z > 0, 1.0), "direction must be real"),
+        (lambda: power.mean_read(model, IDS, context=sv.Context(mask=jnp.zeros(8, bool))),
+         "mask leaves no token"),
         (lambda: power.steer(model, Z, 1.0, "median"), "variant must be one of .*'median'"),
         (lambda: power.steer(model, Z, 1.0, layer=3), "layer 3 does not exist: the model has 3"),
         (lambda: power.steer(model, Z, 1.0, layer=-4), "layer -4 does not exist"),
@@ -182,8 +189,12 @@ def test_what_cannot_be_steered_is_named():
         (lambda: power.steer(model.flow, Z, 1.0), "takes a Transformer, got TransformerFlow"),
         (lambda: power.mean_read(model, [99]), "id 99"),
         (lambda: power.rank_one(jnp.eye(2), jnp.eye(2), Z[:2], 1.0), "needs the mean"),
-        (lambda: power.rank_one(jnp.diag(jnp.asarray([1.0, 0.0])), jnp.eye(2), [0.0, 1.0], 1.0,
-                                "exact"), "no exact eigenpair"),
+        (lambda: power.rank_one(jnp.eye(2) * jnp.nan, jnp.eye(2), Z[:2], 1.0, "basic"),
+         "layer's value weights are not finite"),
+        (lambda: power.rank_one(jnp.eye(2), jnp.eye(2) * jnp.inf, Z[:2], 1.0, "exact"),
+         "layer's output weights are not finite"),
+        (lambda: power.dose_response(model, Z, ["1"], IDS), "strengths must be real"),
+        (lambda: power.dose_response(model, Z, [1j], IDS), "strengths must be real"),
         (lambda: power.dose_response(model, Z, [], IDS), "strengths"),
         (lambda: power.dose_response(model, Z, [1.0, np.nan], IDS), "strengths"),
         (lambda: power.dose_response(model, Z, [1.0], IDS, ["basic", "other"]), "'other'"),
@@ -196,8 +207,77 @@ def test_what_cannot_be_steered_is_named():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             bad()
+    for bad in (np.nan, 2.0, 1.0, True, -1.0, [0.1], "0.1"):
+        with pytest.raises(ValueError, match="rcond must be"):
+            power.steer(model, Z, 1.0, mean=MU, rcond=bad)
     traced = jax.jit(lambda z: power.rank_one(jnp.eye(2), jnp.eye(2), z, 1.0, "basic"))
     assert np.isnan(traced(jnp.zeros(2)).left).all()
+
+
+def test_what_the_values_do_not_read_cannot_be_steered_to():
+    half, eye, lost = jnp.diag(jnp.asarray([1.0, 0.0])), jnp.eye(2), np.array([0.0, 1.0])
+    for variant, name in (("basic", "direction"), ("exact", "direction"), ("mean", "mean")):
+
+        def change(direction, strength, V=half, variant=variant):
+            return power.rank_one(V, eye, direction, strength, variant, mean=direction)
+
+        for V in (half, 0 * eye):
+            with pytest.raises(ValueError, match=f"the {name} is orthogonal to the row space"):
+                change(lost, 1.0, V)
+            assert not np.any(change(lost, 0.0, V).left)
+        traced = jax.jit(change)
+        assert np.isnan(traced(jnp.asarray(lost), 1.0).left).all()
+        assert not np.any(traced(jnp.asarray(lost), 0.0).left)
+        part = change([1.0, 1.0], 1.0)
+        np.testing.assert_allclose(part.reach, 0.5)
+        np.testing.assert_allclose(traced(jnp.ones(2), 1.0).left, part.left)
+    # The mean has to be read; the direction need not.
+    found = power.rank_one(half, eye, lost, 2.0, mean=[1.0, 0.0])
+    np.testing.assert_allclose(np.outer(found.left, found.right), [[0, 0], [2, 0]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rcond_cuts_what_it_says(dtype):
+    eye, z = jnp.eye(2, dtype=dtype), [0.0, 1.0]
+
+    def reach(small, rcond):
+        V = jnp.diag(jnp.asarray([1.0, small], dtype))
+        return power.rank_one(V, eye, [1.0, 1.0], 1.0, "basic", rcond=rcond).reach
+
+    rounding = 2 * float(jnp.finfo(dtype).eps)
+    for rcond, cut in ((None, rounding), (0.1, 0.1), (np.array(0.1), 0.1)):
+        np.testing.assert_allclose(reach(1.1 * cut, rcond), 1, rtol=1e-6)
+        np.testing.assert_allclose(reach(0.9 * cut, rcond), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(reach(1e-3 * rounding, 0), 1, rtol=1e-6)
+    with pytest.raises(ValueError, match="orthogonal"):
+        power.rank_one(jnp.diag(jnp.asarray([1.0, 0.05], dtype)), eye, z, 1.0, "basic", rcond=0.1)
+
+
+def test_no_size_of_a_direction_over_or_underflows():
+    z = np.abs(Z[:6]) + 0.1
+    for x64 in (True, False):
+        with jax.enable_x64(x64):
+            V, O = jnp.asarray(np.random.default_rng(2).normal(size=(2, 6, 6)))  # noqa: E741
+            change = lambda z, mean: power.rank_one(V, O, z, 2.0, mean=mean)  # noqa: B023, E731
+            one = change(z, z)
+            for size in (1e38, 1e39, 1e-40, 1e-200, 1e-310):
+                vector = z * size
+                for found in (change(vector, z), change(z, vector)):
+                    for part, expected in zip(found, one):
+                        np.testing.assert_allclose(part, expected, rtol=1e-5)
+            whole, last = change(np.full(6, 2**40), z), change(np.ones(6), z)
+            np.testing.assert_allclose(whole.left, last.left, rtol=1e-6)
+            np.testing.assert_array_equal(change(np.full(6, 5e-324), z).left, last.left)
+            np.testing.assert_array_equal(change(z.astype(">f8"), z).left, one.left)
+            if not x64:
+                with pytest.raises(ValueError, match="strength must be finite in float32"):
+                    power.rank_one(V, O, z, 1e39, mean=z)
+                V = jnp.diag(jnp.asarray([1.0, 0.1]))
+                with pytest.raises(ValueError, match="change that is not finite in float32"):
+                    power.rank_one(V, jnp.eye(2), [0.1, 1.0], 3e38, "exact", rcond=0.5)
+    half = tiny_model("gpt2", "float16")
+    with pytest.raises(ValueError, match=r"strength 1.* not finite in float16"):
+        power.steer(half, Z, 1e8, mean=MU)
 
 
 @fast
@@ -365,6 +445,8 @@ def test_a_dose_is_a_steered_model():
     assert np.isnan(found.reach[3])
     for kl in found.effect.kl[:, 0]:
         assert abs(kl) < 1e3 * EPS
+    with pytest.raises(ValueError, match=r"strength 1e\+308 of 'basic' makes weights or states"):
+        power.dose_response(model, Z, [0.0, 1e308], IDS, layer=layer)
     # The baseline: a |ybar| z on every token after the layer.
     end = layer + 1
     x = states_of(model, IDS)[end]

@@ -57,23 +57,19 @@ def reals(values: Any, name: str) -> np.ndarray:
     return found.astype(np.float64)
 
 
-def direction(vector: Any, width: int, name: str, dtype) -> tuple[Array, Array]:
+def unit(vector: Any, width: int, name: str, dtype) -> tuple[Array, Array]:
     """A vector at unit norm, and its norm, (), which may be beyond the type.
 
     Raises:
         ValueError: by name, what is no vector of real numbers, zero, or not finite; zero gives nan
             where the vector is traced.
     """
-    traced = isinstance(vector, jax.core.Tracer)
-    values = vector if traced else reals(vector, name)
-    if values.shape != (width,):
-        raise ValueError(f"{name} must have shape ({width},), got {values.shape}")
-    if traced:
-        if jnp.issubdtype(values.dtype, jnp.complexfloating) or values.dtype == jnp.bool_:
-            raise ValueError(f"{name} must be real numbers, got {values.dtype}")
-        floating = jnp.issubdtype(values.dtype, jnp.floating)
-        unit, norm = polar(values.astype(at_least_float32(values.dtype if floating else dtype)))
-        return unit.astype(dtype), norm[0].astype(dtype)
+    if isinstance(vector, jax.core.Tracer):
+        _check_shape(vector, width, name)
+        direction, norm = polar(real_tracer(vector, name, dtype))
+        return direction.astype(dtype), norm[0].astype(dtype)
+    values = reals(vector, name)
+    _check_shape(values, width, name)
     if not np.isfinite(values).all():
         raise ValueError(f"{name} is not finite")
     top = np.max(np.abs(values))
@@ -82,3 +78,19 @@ def direction(vector: Any, width: int, name: str, dtype) -> tuple[Array, Array]:
     with np.errstate(over="ignore"):
         norm = jnp.asarray(top * np.linalg.norm(values / top), dtype)
     return jnp.asarray(normalised(values), dtype), norm
+
+
+def real_tracer(array: jax.core.Tracer, name: str, dtype) -> Array:
+    """A traced array as floating point of float32 at least, `dtype` for integers.
+
+    ValueError by name for complex numbers and booleans.
+    """
+    if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == jnp.bool_:
+        raise ValueError(f"{name} must be real numbers, got {array.dtype}")
+    floating = jnp.issubdtype(array.dtype, jnp.floating)
+    return array.astype(at_least_float32(array.dtype if floating else dtype))
+
+
+def _check_shape(vector: Any, width: int, name: str) -> None:
+    if vector.shape != (width,):
+        raise ValueError(f"{name} must have shape ({width},), got {vector.shape}")

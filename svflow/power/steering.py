@@ -15,7 +15,8 @@ the mean's side to sgn(a) z. A negative strength a steers away from z.
 
 V^-T is the pseudo-inverse where V has none, as with key/value heads that several query heads share:
 then V^T w = P z (or P mu), P the projector to V's row space, and `Perturbation.reach` says how much
-that leaves. "exact" divides l by |P z|^2 and keeps its eigenpair.
+that leaves. "exact" divides l by |P z|^2 and keeps its eigenpair. What is orthogonal to the row
+space cannot be reached and is refused, unless the strength is 0.
 
 What the formulas do not know: heads that mix different tokens weigh them by their own part of w
 (they hold for tokens that agree); a bias of the values adds the constant l (w . b_V); a norm on the
@@ -43,6 +44,7 @@ from svflow.dtypes import at_least_float32
 from svflow.flow import Context
 from svflow.models.config import TransformerConfig
 from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.power.directions import known, polar, real_tracer, reals, unit
 from svflow.simulate import simulate
 
 VARIANTS = ("basic", "exact", "mean")
@@ -85,49 +87,77 @@ def rank_one(
         strength: a.
         variant: "basic", "exact" or "mean".
         mean: mu, for "mean"; normalised here.
-        rcond: singular values of V below this share of the largest count as zero; None for
-            rounding errors only.
+        rcond: singular values of V up to this share of the largest count as zero, 0 <= rcond < 1.
+            None for max(inner, width) eps, the rule of `numpy.linalg.matrix_rank`, with V's own
+            inner and width and the eps of its type, float32 at least: what rounding does not tell
+            from zero.
 
     At strength 0 the change is zero, for "exact" too, where its limit would be a projection.
 
     Raises:
         ValueError: an unknown variant, a vector that is zero, not finite or of the wrong shape, a
-            strength that is not finite or a single number, or an exact eigenpair for a z that is
-            orthogonal to V's row space (as far as values are known; traced, they give nan).
+            strength that is no single real number, an rcond out of range, weights or a change
+            that are not finite (in float32 at least), or a direction (for "mean": a mean) that is
+            orthogonal to V's row space, all as far as values are known: traced, they give nan.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {VARIANTS}, got {variant!r}")
     dtype = at_least_float32(value.dtype)
+    for name, weights in (("value", value), ("output", output)):
+        values = known(weights)
+        if values is not None and not np.isfinite(values).all():
+            raise ValueError(f"the layer's {name} weights are not finite")
     value, output = value.astype(dtype), output.astype(dtype)
     width = value.shape[1]
-    z, strength = unit(direction, width, "direction", dtype), _number(strength, dtype)
+    z = unit(direction, width, "direction", dtype)[0]
+    strength, cut = _number(strength, dtype), _cut(rcond, value)
     if variant == "mean":
         if mean is None:
             raise ValueError("variant 'mean' needs the mean that attention reads: mean_read")
-        source = unit(mean, width, "mean", dtype)
+        source = unit(mean, width, "mean", dtype)[0]
     else:
         source = z
-    found = _rank_one(value, output, z, strength, source, variant, rcond)
-    left = _known(found.left)
-    if variant == "exact" and left is not None and np.isnan(left).any():
-        raise ValueError(
-            "the direction is orthogonal to the row space of the layer's values: there is no exact "
-            "eigenpair"
-        )
+    found = _rank_one(value, output, z, strength, source, variant, cut)
+    reach = known(found.reach)
+    if reach is not None and known(strength):
+        if reach <= _least(z):
+            raise ValueError(
+                f"the {'mean' if variant == 'mean' else 'direction'} is orthogonal to the row "
+                "space of the layer's values: no change of its output matrix reaches it"
+            )
+        if not all(np.isfinite(np.asarray(part)).all() for part in found):
+            raise ValueError(f"strength {strength} makes a change that is not finite in {dtype}")
     return found
+
+
+def _least(z) -> float:
+    """The reach that counts as none."""
+    return z.size * float(jnp.finfo(z.dtype).eps)
+
+
+def _cut(rcond: Any, value) -> float:
+    """rcond as a number."""
+    if rcond is None:
+        return max(value.shape) * float(jnp.finfo(value.dtype).eps)
+    found = reals(rcond, "rcond")
+    if found.shape or not 0 <= found < 1:
+        raise ValueError(f"rcond must be None or one number with 0 <= rcond < 1, got {rcond!r}")
+    return float(found)
 
 
 @functools.partial(jax.jit, static_argnames=("variant", "rcond"))
 def _rank_one(value, output, z, strength, source, variant, rcond):
     with jax.default_matmul_precision("highest"):
         right = jnp.linalg.pinv(value.T, rtol=rcond) @ source
-        reach = (right @ value) @ source
+        projected = right @ value
+        reach = projected @ projected  # as P z . z, but its rounding errors are squared
         left = strength * z
         if variant == "exact":
-            small = z.size * jnp.finfo(z.dtype).eps
             moved = jnp.where(strength == 0, 0, output @ (value @ z))
-            left = (left - moved) / jnp.where(reach > small, reach, jnp.nan)
-    return Perturbation(left, right, reach)
+            along = projected @ z
+            left = (left - moved) / jnp.where(along == 0, 1, along)
+    lost = (reach <= _least(z)) & (strength != 0)
+    return Perturbation(jnp.where(lost, jnp.nan, left), right, reach)
 
 
 def perturbation(
@@ -180,16 +210,25 @@ def steer(
         layer: which; negative ones count from the last.
         mean: (width,) for "mean", see `mean_read`, which without it reads a stand-in text.
         rcond: see `rank_one`. Small singular values of V make w large, and it then takes little
-            disagreement of the heads to drown z; a cut trades that against reach.
+            disagreement of the heads to drown z, or to send tokens to -z; a cut, such as 0.01,
+            trades that against reach.
 
     Raises:
         ValueError: what `rank_one` refuses, a layer that does not exist, what is not a
-            Transformer, or a layer that shares its weights in a family whose files could not hold
-            a copy.
+            Transformer, a layer that shares its weights in a family whose files could not hold
+            a copy, or a strength that takes the output matrix beyond its type.
     """
     layer = _layer(model, layer)
     change = perturbation(model, direction, strength, variant, layer=layer, mean=mean, rcond=rcond)
-    return _changed(_unshared(model, layer), layer, change.left, change.right)
+    steered = _changed(_unshared(model, layer), layer, change.left, change.right)
+    whole = steered.flow.layers.attention.output.kernel[...]
+    kernel = known(whole[steered.config.blocks[layer]])
+    if kernel is not None and not np.isfinite(kernel).all():
+        raise ValueError(
+            f"strength {strength} makes the output matrix of layer {layer} not finite in "
+            f"{kernel.dtype}"
+        )
+    return steered
 
 
 def _changed(model, layer, left, right):
@@ -235,9 +274,13 @@ def mean_read(
         layer: which; negative ones count from the last.
 
     Raises:
-        ValueError: ids that the model does not take, or a layer that does not exist.
+        ValueError: ids that the model does not take, a mask without a token, or a layer that does
+            not exist.
     """
     layer, config = _layer(model, layer), model.config
+    mask = None if context is None or context.mask is None else known(context.mask)
+    if mask is not None and not mask.any():
+        raise ValueError("context.mask leaves no token to take the mean of")
     if ids is None:
         room = config.positions - config.position_offset if config.positions else STAND_IN
         ids = np.linspace(0, config.vocab_size - 1, min(STAND_IN, config.vocab_size, room))
@@ -349,7 +392,7 @@ def steering_effect(
     if (steered.flow.depth, steered.flow.width) != (model.flow.depth, model.flow.width):
         raise ValueError("model and steered are not models of one shape")
     (before, logits), (after, changed) = (_run(one, _checked(one, ids)) for one in (model, steered))
-    z = unit(direction, model.flow.width, "direction", at_least_float32(before.dtype))
+    z = unit(direction, model.flow.width, "direction", at_least_float32(before.dtype))[0]
     ids = jnp.asarray(ids)
     return _effect(model.config, z, ids, before, after[layer + 1], after[-1], logits, changed)
 
@@ -400,23 +443,25 @@ def dose_response(
         mean: ybar; None for that of `ids` itself.
 
     Raises:
-        ValueError: what `steer` refuses, no strengths, or an unknown variant.
+        ValueError: what `steer` refuses, no strengths, an unknown variant, or a strength whose
+            weights or states are not finite.
     """
     layer = _layer(model, layer)
     unknown = [name for name in variants if name not in (*VARIANTS, STREAM)]
     if unknown or not len(variants):
         raise ValueError(f"variants must be some of {(*VARIANTS, STREAM)}, got {unknown}")
-    given = np.asarray(strengths, np.float64)
+    given = reals(strengths, "strengths")
     if given.ndim != 1 or not given.size or not np.isfinite(given).all():
         raise ValueError(f"strengths must be a list of finite numbers, got {strengths}")
     ids = _checked(model, ids)
     before, logits = _run(model, ids)
     dtype = at_least_float32(before.dtype)
-    doses, z = jnp.asarray(given, dtype), unit(direction, model.flow.width, "direction", dtype)
+    largest = given[np.argmax(np.abs(given))]
+    _number(largest, dtype)
+    doses, z = jnp.asarray(given, dtype), unit(direction, model.flow.width, "direction", dtype)[0]
     if mean is None:
         mean = _mean(read(model.flow, layer, before[layer]))
-    mu = unit(mean, model.flow.width, "mean", dtype)
-    scale = jnp.linalg.norm(jnp.asarray(mean).astype(dtype))
+    mu, scale = unit(mean, model.flow.width, "mean", dtype)
     inner = model.config.heads * model.config.head_width
     changes = []
     for name in variants:
@@ -430,7 +475,7 @@ def dose_response(
             found = perturbation(model, z, dose, name, layer=layer, mean=mu, rcond=rcond)
             return tuple(found)
 
-        change(1.0)  # complains where it is impossible
+        change(largest)  # complains where it is impossible
         found = jax.vmap(change, out_axes=(0, None, None))(doses)
         left, right, reach = found
         right = jnp.broadcast_to(right, (doses.size, inner))
@@ -438,8 +483,15 @@ def dose_response(
     *parts, reach = (jnp.stack(part) for part in zip(*changes))
     flat = [part.reshape(-1, part.shape[-1]) for part in parts]
     own = _unshared(model, layer)
-    effect = _responses(own, layer, z, ids, before, logits, *flat)
+    effect, fine = _responses(own, layer, z, ids, before, logits, *flat)
     shape = (len(variants), doses.size)
+    finite = known(fine)
+    if finite is not None and not finite.all():
+        row, column = np.argwhere(~finite.reshape(shape))[0]
+        raise ValueError(
+            f"strength {given[column]:g} of {variants[row]!r} makes weights or states that are not "
+            f"finite in {before.dtype}"
+        )
     effect = jax.tree.map(lambda found: found.reshape(shape), effect)
     return DoseResponse(tuple(variants), doses, effect, reach, scale)
 
@@ -458,27 +510,29 @@ def _run(model, ids):
 
 @functools.partial(jax.jit, static_argnames="layer")
 def _responses(model, layer, z, ids, before, logits, lefts, rights, shifts):
-    """The effect of every change; what comes before the layer is the same for all."""
+    """The effect of every change, and whether its weights and states are finite; what comes before
+    the layer is the same for all."""
     end = layer + 1
 
     def one(change):
         left, right, shift = change
         flow = _changed(model, layer, left, right).flow
+        kernel = flow.layers.attention.output.kernel[...][model.config.blocks[layer]]
         here = simulate(flow, before[layer], t0=layer, t1=end, ts=[end]).xs[0]
         here = (here.astype(z.dtype) + shift).astype(here.dtype)
         x = here
         if end < flow.depth:
             x = simulate(flow, here, t0=end, ts=[flow.depth]).xs[0]
         changed = None if model.config.head is None else model.unembed(x)
-        return _effect(model.config, z, ids, before, here, x, logits, changed)
+        fine = jnp.all(jnp.stack([jnp.isfinite(part).all() for part in (kernel, here, x)]))
+        return _effect(model.config, z, ids, before, here, x, logits, changed), fine
 
     return jax.lax.map(one, (lefts, rights, shifts))
 
 
 def _effect(config, z, ids, before, at_layer, at_end, logits, changed) -> Effect:
     def cosines(x):
-        x = x.astype(z.dtype)
-        cosine = (x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ z
+        cosine = polar(x.astype(z.dtype))[0] @ z
         return jnp.mean(cosine), jnp.mean(jnp.abs(cosine)), jnp.mean((cosine > 0).astype(z.dtype))
 
     kl = loss_before = loss_after = jnp.asarray(jnp.nan, z.dtype)
@@ -494,41 +548,16 @@ def _effect(config, z, ids, before, at_layer, at_end, logits, changed) -> Effect
     return Effect(**dict(zip(names, values)), kl=kl, loss_before=loss_before, loss_after=loss_after)
 
 
-def unit(vector: Any, width: int, name: str, dtype) -> Float[Array, " width"]:
-    """A vector at unit norm. ValueError by name for what is none, zero, or not finite."""
-    known = _known(vector)
-    vector = jnp.asarray(vector)
-    if vector.shape != (width,):
-        raise ValueError(f"{name} must have shape ({width},), got {vector.shape}")
-    if jnp.issubdtype(vector.dtype, jnp.complexfloating) or vector.dtype == jnp.bool_:
-        raise ValueError(f"{name} must be real numbers, got {vector.dtype}")
-    if known is not None:
-        if not np.isfinite(known).all():
-            raise ValueError(f"{name} is not finite")
-        if not np.any(known != 0):
-            raise ValueError(f"{name} is zero")
-    wide = at_least_float32(vector.dtype) if jnp.issubdtype(vector.dtype, jnp.floating) else dtype
-    vector = vector.astype(wide)
-    # Squares would overflow or vanish far from 1; the scale drops out.
-    vector = vector / jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
-    return (vector / jnp.linalg.norm(vector)).astype(dtype)
-
-
 def _number(strength: Any, dtype) -> Float[Array, ""]:
-    known = _known(strength)
-    value = jnp.asarray(strength)
-    if value.shape:
-        raise ValueError(f"strength must be one number, got shape {value.shape}")
-    if jnp.issubdtype(value.dtype, jnp.complexfloating) or value.dtype == jnp.bool_:
-        raise ValueError(f"strength must be real, got {strength!r}")
-    if known is not None and not np.isfinite(known):
-        raise ValueError(f"strength must be finite, got {strength!r}")
-    return value.astype(dtype)
-
-
-def _known(array) -> np.ndarray | None:
-    """The values of an array, None where they are traced: jnp's tests under jit are traced too."""
-    return None if isinstance(array, jax.core.Tracer) else np.asarray(array)
+    traced = isinstance(strength, jax.core.Tracer)
+    values: Any = strength if traced else reals(strength, "strength")
+    if values.shape:
+        raise ValueError(f"strength must be one number, got shape {values.shape}")
+    if traced:
+        return real_tracer(strength, "strength", dtype).astype(dtype)
+    if not abs(values) <= float(jnp.finfo(dtype).max):
+        raise ValueError(f"strength must be finite in {dtype}, got {strength!r}")
+    return jnp.asarray(values, dtype)
 
 
 def _layer(model, layer) -> int:

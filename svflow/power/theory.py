@@ -36,13 +36,15 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex, Float
 
+from svflow.dtypes import at_least_float32
+from svflow.power.directions import normalised, reals
 from svflow.power.flow import PowerFlow
 from svflow.simulate import simulate
 
@@ -56,9 +58,11 @@ class Regime(enum.StrEnum):
     BIPARTITE: two groups at +v and -v are stable, for v an eigenvector of the only head; whether
         tokens end so is decided by where they start, and the other fields of the prediction say
         what tokens of one group do.
-    NONE: agreement is not stable.
+    NONE: agreement does not attract: it is unstable or, at a rate of exactly 1, neutral, as for
+        F = 0, which moves nothing.
     UNDETERMINED: two eigenvalues share the largest |1 + lambda|: what tokens agree on depends on
-        where they start.
+        where they start. Where they are one eigenvalue with too few eigenvectors (a Jordan block)
+        it does not: the limit is v_1, at a distance like 1 / layers, slower than any rate.
     """
 
     CONSENSUS = "aligned consensus"
@@ -109,8 +113,10 @@ class Prediction(NamedTuple):
         disagreement_rate: of the distance between tokens; 0 for a single token.
         angle: arg(1 + lambda_1), by which tokens that agree turn per layer: 0, pi where they
             flip, or the rotation.
-        bipartite: for one head, the most stable state of two groups of alternating tokens;
-            None for several heads, or without real eigenvectors.
+        bipartite: for one head, the state of two groups of alternating tokens, so as equal as
+            their number allows, at the real eigenvector where it is most stable (with full
+            attention, gain and drift of one token of each group); None for several heads, without
+            real eigenvectors, or where no such state holds.
     """
 
     regime: Regime
@@ -129,8 +135,9 @@ class Convergence(NamedTuple):
 
     Arguments:
         prediction: see `Prediction`.
-        predicted_rate: the rate of what the run ended in: the prediction's, or that of the two
-            groups of `signs`.
+        predicted_rate: the rate of what the run ended in: the prediction's, or for one head that
+            of the two groups of `signs` at the eigenvector that they stand at, which need not be
+            v_1; nan for other groups.
         state: (tokens, width) the last state.
         signs: (tokens,) +1, or -1 for tokens opposite to the first.
         limit: (rank, width) an orthonormal basis of what the last states, the signs removed, span:
@@ -139,12 +146,13 @@ class Convergence(NamedTuple):
         agreement: the least cosine between measured and predicted limit (of planes: of their
             largest principal angle).
         error: (layers + 1,) the largest distance of a token from the span of the predicted limit.
-        disagreement: (layers + 1,) the largest distance of a token, the sign of its projection
-            removed, from the first.
+        disagreement: (layers + 1,) the largest distance of a token, turned to the first's side,
+            from the first.
         rate, mean_rate, disagreement_rate: what `Prediction` names so, measured: the factors by
             which small displacements of the last state shrink through as many layers again
             (those of all tokens alike, seen from outside the limit, and those between tokens). nan
-            where the run has not reached its limit; of two groups, only `rate` has a meaning.
+            where the run has not reached the predicted limit, or two groups that stand; of
+            groups, only `rate` has a meaning.
         angles: (layers,) the angle by which tokens turn in each layer, in the coordinates of the
             predicted limit; angle: its mean over the last quarter.
     """
@@ -181,12 +189,12 @@ def predict(flow: PowerFlow, *, tokens: int | None = None) -> Prediction:
             causal attention, and for a single token.
 
     Raises:
-        ValueError: weights that differ between layers, no PowerFlow, a width of 1, or a number of
-            tokens that is not positive.
+        ValueError: weights that differ between layers, no PowerFlow, a width of 1, a layer matrix
+            that overflows, or a number of tokens that is not a positive integer.
     """
     _check_flow(flow)
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens must be positive, got {tokens}")
+    if tokens is not None:
+        _check_tokens(tokens)
     F = _matrix(flow)
     value, vector, others = _dominant(F)
     plane = value.imag > 0
@@ -231,8 +239,7 @@ def modes(flow: PowerFlow, tokens: int) -> Complex[np.ndarray, "tokens modes"]:
         ValueError: as `predict`, or a complex lambda_1.
     """
     _check_flow(flow)
-    if tokens < 1:
-        raise ValueError(f"tokens must be positive, got {tokens}")
+    _check_tokens(tokens)
     value, _, others = _dominant(_matrix(flow))
     if value.imag:
         raise ValueError(f"lambda_1 = {value:.4g} is complex: there is no fixed point")
@@ -249,14 +256,15 @@ def bipartite(
     Arguments:
         flow: weights that all layers share.
         signs: (tokens,) the group of each token, +1 or -1.
-        vector: (width,) v, a real eigenvector of F; None for v_1.
+        vector: (width,) v, a real eigenvector of F, to the precision of its own type or of the
+            flow's; None for v_1.
 
     Raises:
         ValueError: as `predict`; signs other than +-1; a vector that is no eigenvector; a complex
-            lambda_1 where no vector is given.
+            lambda_1 where no vector is given; a layer that takes a token to zero.
     """
     _check_flow(flow)
-    s = np.asarray(signs, np.float64)
+    s = reals(signs, "signs")
     if s.ndim != 1 or not s.size or not np.all(np.abs(s) == 1):
         raise ValueError(f"signs must be a sequence of +1 and -1, got {signs}")
     F = _matrix(flow)
@@ -266,42 +274,56 @@ def bipartite(
             raise ValueError(f"lambda_1 = {value:.4g} is complex: give a real eigenvector")
         v = found.real
     else:
-        v = np.asarray(vector, np.float64)
+        v = reals(vector, "vector")
         if v.shape != (flow.width,) or not np.isfinite(v).all() or not v.any():
             raise ValueError(f"vector must be {flow.width} finite numbers, not all zero")
-        v = v / np.linalg.norm(v)
-    eigenvalue = float(v @ F @ v)
-    rounding = 100 * flow.width * float(jnp.finfo(flow.query.dtype).eps)
-    if np.linalg.norm(F @ v - eigenvalue * v) > rounding * max(1.0, float(np.linalg.norm(F))):
-        raise ValueError("vector is no eigenvector of the layer matrix")
-    return _bipartite(flow, F, s, eigenvalue, v)
+        v = normalised(v)
+        size = np.max(np.abs(F)) or 1.0
+        scaled = F / size
+        rest = np.linalg.norm(scaled @ v - (v @ scaled @ v) * v)
+        # What an eigensolver leaves, relative to the matrix; F is exact here.
+        types = [flow.query.dtype, getattr(vector, "dtype", np.dtype(np.float64))]
+        eps = max(_eps(dtype) for dtype in types if jnp.issubdtype(dtype, jnp.floating))
+        if rest > 100 * flow.width**0.5 * eps * np.linalg.norm(scaled):
+            raise ValueError("vector is no eigenvector of the layer matrix")
+    state = _bipartite(flow, F, s, float(v @ F @ v), v)
+    if not np.isfinite(state.drift).all():
+        raise ValueError("the layer takes a token of this state to zero, which has no direction")
+    return state
 
 
-def _bipartite(flow, F, s, eigenvalue, v) -> Bipartite:
+def _bipartite(flow, F, s, eigenvalue, v, sizes=1) -> Bipartite:
+    """`bipartite` of a known eigenpair; with full attention a token may stand for `sizes` equal
+    ones. Where the layer takes a token to zero, drift is nan and the rate infinite."""
     query, key, value, output = _weights(flow)
     sigma = flow.scale[0] * np.einsum("hdk,hek,d,e->h", query, key, v, v)
     scores = sigma[:, None, None] * s[:, None] * s
     if flow.causal:
         scores = np.where(np.tri(len(s), dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * sizes
     weights /= weights.sum(axis=-1, keepdims=True)
     mixing = weights * s[:, None] * s
     gain = mixing.sum(axis=-1).T
     each = np.einsum("hdv,hve,d->he", value, output, v)
     moved = v + gain @ each  # in the frame of each token's sign
-    turned = np.sign(moved[0] @ v) or 1.0
-    moved = moved * turned / np.linalg.norm(moved, axis=-1, keepdims=True)
+    rounding = 64 * _eps(np.float64) * (1 + np.abs(gain) @ np.max(np.abs(each), axis=-1))
+    moved[np.max(np.abs(moved), axis=-1) <= rounding] = 0
+    moved = normalised(moved) * (np.sign(moved[0] @ v) or 1.0)
     drift = 2 * np.arctan2(np.linalg.norm(moved - v, axis=-1), np.linalg.norm(moved + v, axis=-1))
     rate = np.nan
-    if flow.heads == 1:
+    if np.isnan(drift).any():
+        rate = np.inf
+    elif flow.heads == 1:
         others = _without(np.linalg.eigvals(F), eigenvalue)[:, None]
         own = 1 / (1 + gain[:, 0] * eigenvalue)
         if flow.causal:
             found = (1 + others * mixing[0].diagonal()) * own
         else:
             # Rows are equal within a group: two of its mean, and what differs from the mean.
-            _, first, count = np.unique(s, return_index=True, return_counts=True)
-            mean = mixing[0][first] @ (s[:, None] == s[first])
+            _, first = np.unique(s, return_index=True)
+            groups = s[:, None] == s[first]
+            count = (groups * np.reshape(sizes, (-1, 1))).sum(axis=0)
+            mean = mixing[0][first] @ groups
             linear = (np.eye(len(first)) + others[..., None] * mean) * own[first, None]
             alone = own[first] * (count > 1)
             found = np.concatenate([np.linalg.eigvals(linear).ravel(), alone])
@@ -321,42 +343,52 @@ def convergence(flow: PowerFlow, x0: Float[Array, "tokens width"], layers: int) 
 
     Raises:
         ValueError: as `predict` and `simulate`; a start that is not finite, or a token that is
-            zero, which has no direction; fewer than one layer.
+            zero, which has no direction, at the start or by a layer; fewer than one layer.
     """
     _check_flow(flow)
     flow = flow.repeated(layers)
-    if jnp.ndim(x0) != 2 or jnp.shape(x0)[1] != flow.width or not jnp.shape(x0)[0]:
-        raise ValueError(f"x0 must have shape (tokens, {flow.width}), got {jnp.shape(x0)}")
-    start = np.asarray(x0)
+    start = reals(x0, "x0")
+    if start.ndim != 2 or start.shape[1] != flow.width or not len(start):
+        raise ValueError(f"x0 must have shape (tokens, {flow.width}), got {start.shape}")
     if not np.isfinite(start).all():
         raise ValueError("x0 is not finite")
     zero = np.flatnonzero(~start.any(axis=1))
     if zero.size:
         raise ValueError(f"x0[{zero[0]}] is zero: a token without a direction")
     eps = float(jnp.finfo(flow.query.dtype).eps)
-    xs = np.asarray(simulate(flow, jnp.asarray(x0)).xs, np.float64)
-    xs = xs / np.linalg.norm(xs, axis=-1, keepdims=True)  # x0 may be off the sphere
-    prediction = predict(flow, tokens=xs.shape[1])
+    prediction = predict(flow, tokens=len(start))
+    # Normalised before the cast, which it may not survive, and after: to float64's precision.
+    dtype = jnp.asarray(x0).dtype
+    run = simulate(flow, jnp.asarray(normalised(start), dtype))
+    xs = normalised(np.asarray(run.xs, np.float64))
+    lost = np.argwhere(np.isnan(xs).any(axis=-1))
+    if len(lost):
+        layer, token = lost[0]
+        raise ValueError(f"layer {layer - 1} takes token {token} to zero, or beyond {dtype}")
     v, plane = prediction.vector, len(prediction.limit) == 2
 
     z = _coordinates(xs, v)
     with np.errstate(divide="ignore", invalid="ignore"):
         angles = np.angle((z[1:] / z[:-1]).sum(axis=1))
-    signs = np.where((z * z[:, :1].conj()).real < 0, -1.0, 1.0)
+    signs = np.where(np.einsum("ltd,ld->lt", xs, xs[:, 0]) < 0, -1.0, 1.0)
     out = xs - xs @ prediction.limit.T @ prediction.limit
     error = np.linalg.norm(out, axis=-1).max(axis=-1)
     apart = signs[..., None] * xs
     disagreement = np.linalg.norm(apart - apart[:, :1], axis=-1).max(axis=-1)
     divided = bool((signs[-1] < 0).any())
-    reached = max(error[-1], disagreement[-1]) < 10 * eps**0.5 and not (divided and plane)
+    # Two groups may stand elsewhere than at v_1: what stands is what a layer turns by one sign.
+    turned = np.sign(xs[-1, 0] @ xs[-2, 0])
+    away = np.linalg.norm(xs[-1] - turned * xs[-2], axis=-1).max() if divided else error[-1]
+    reached = max(away, disagreement[-1]) < 10 * eps**0.5
     rates = _measured(flow, xs[-1], prediction, divided) if reached else (np.nan,) * 3
 
     last = xs[-2:] * signs[-2:, :, None] if plane else xs[-1:] * signs[-1:, :, None]
     limit = np.linalg.svd(last.reshape(-1, flow.width), full_matrices=False)[2][: 1 + plane]
     predicted = prediction.rate
     if divided:
-        alone = flow.heads == 1 and not plane
-        predicted = bipartite(flow, signs[-1]).rate if alone else np.nan
+        u, F = xs[-1, 0], _matrix(flow)
+        alone = flow.heads == 1 and reached
+        predicted = _bipartite(flow, F, signs[-1], float(u @ F @ u), u).rate if alone else np.nan
     return Convergence(
         prediction=prediction,
         predicted_rate=predicted,
@@ -412,6 +444,16 @@ def _check_flow(flow) -> None:
         raise ValueError("a width of 1 has no directions to tell apart")
 
 
+def _check_tokens(tokens: Any) -> None:
+    integer = isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool)
+    if not integer or tokens < 1:
+        raise ValueError(f"tokens must be a positive integer, got {tokens!r}")
+
+
+def _eps(dtype) -> float:
+    return float(jnp.finfo(at_least_float32(dtype)).eps)
+
+
 def _weights(flow: PowerFlow) -> list[np.ndarray]:
     arrays = (flow.query, flow.key, flow.value, flow.output)
     return [np.asarray(array[...], np.float64) for array in arrays]
@@ -419,7 +461,11 @@ def _weights(flow: PowerFlow) -> list[np.ndarray]:
 
 def _matrix(flow: PowerFlow) -> np.ndarray:
     _, _, value, output = _weights(flow)
-    return np.einsum("hdv,hve->ed", value, output)
+    with np.errstate(over="ignore", invalid="ignore"):
+        F = np.einsum("hdv,hve->ed", value, output)
+    if not np.isfinite(F).all():
+        raise ValueError("the layer matrix sum_h O^h V^h overflows")
+    return F
 
 
 def _dominant(F: np.ndarray) -> tuple[complex, np.ndarray, np.ndarray]:
@@ -468,15 +514,17 @@ def _jensen(a, b):
 
 def _candidate(flow, F, tokens: int | None) -> Bipartite | None:
     """The most stable state of two groups, over the real eigenvectors of the only head."""
-    # With full attention only the groups' sizes matter, here equal ones.
-    count = min(tokens or GROUPS, GROUPS) if flow.causal else 4
+    # With full attention only the groups' sizes matter; None is any even number.
+    count = min(tokens or GROUPS, GROUPS) if flow.causal else 2
     signs = np.where(np.arange(count) % 2, -1.0, 1.0)
+    half = (tokens or GROUPS) // 2
+    sizes = 1 if flow.causal else np.array([(tokens or GROUPS) - half, half])
     values, vectors = np.linalg.eig(F)
     best = None
     for value, v in zip(values, vectors.T):
         if value.imag == 0:
             with np.errstate(divide="ignore", invalid="ignore"):
-                found = _bipartite(flow, F, signs, float(value.real), v.real)
+                found = _bipartite(flow, F, signs, float(value.real), v.real, sizes)
             holds = np.isfinite(found.rate) and found.drift.max() < TIE**0.5
             if holds and (best is None or found.rate < best.rate):
                 best = found

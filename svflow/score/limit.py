@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow, check_flow
 from svflow.simulate import simulate
 
@@ -79,15 +80,13 @@ def limit(
             raise ValueError(f"a step must be one over an integer, got {dt}")
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}")
-    size = float(jnp.sqrt(jnp.mean(jnp.square(x0.astype(jnp.float32)))))
     solved = []
     for rtol in (tolerance, 10 * tolerance):
-        options = adaptive(rtol, rtol * size)
+        options = adaptive(rtol, x0)
         path, count = _counted(flow, x0, **options, dt=0.25, context=context, max_steps=max_steps)
         if path.result != diffrax.RESULTS.successful:
             raise ValueError(
-                f"the adaptive solution at rtol = {rtol:g} did not reach the end in {max_steps} "
-                f"steps: {diffrax.RESULTS[path.result]}"
+                f"the adaptive solution to {rtol:g} did not reach the end in {max_steps} steps"
             )
         solved.append((np.asarray(path.xs, np.float64), count))
     (reference, evaluations), (coarse, coarse_evaluations) = solved
@@ -115,9 +114,14 @@ def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.linalg.norm(x - y, axis=(-2, -1)) / np.where(size == 0, 1, size)
 
 
-def adaptive(rtol: float, atol: float) -> dict[str, Any]:
-    """Tsit5 with adaptive steps, as arguments of `simulate`."""
-    controller = diffrax.PIDController(rtol=rtol, atol=atol)
+def adaptive(rtol: float, x0: Float[Array, "tokens width"]) -> dict[str, Any]:
+    """Tsit5 with adaptive steps, as arguments of `simulate`; atol is rtol times the root mean
+    square of x0."""
+    wide = x0.astype(at_least_float32(x0.dtype))
+    # Arrays: another tolerance is not another program.
+    tolerance = jnp.asarray(rtol, wide.dtype)
+    atol = tolerance * jnp.sqrt(jnp.mean(wide * wide))
+    controller = diffrax.PIDController(rtol=tolerance, atol=atol)
     return dict(solver=diffrax.Tsit5(), stepsize_controller=controller)
 
 
@@ -159,9 +163,9 @@ def gradients(
     check_flow(flow, "gradients takes")
     if jnp.shape(cotangent) != jnp.shape(x0):
         raise ValueError(f"a cotangent of shape {jnp.shape(cotangent)}, not {jnp.shape(x0)}")
-    size = float(jnp.sqrt(jnp.mean(jnp.square(jnp.asarray(x0, jnp.float32)))))
-    make = dict(**adaptive(tolerance, tolerance * size), dt=0.25, max_steps=max_steps)
-    ways = (
+    x0 = jnp.asarray(x0)
+    make = dict(**adaptive(tolerance, x0), dt=0.25, max_steps=max_steps)
+    ways: tuple[dict[str, Any], ...] = (
         dict(make, adjoint=diffrax.RecursiveCheckpointAdjoint()),
         dict(make, adjoint=diffrax.BacksolveAdjoint()),
         {},
@@ -169,10 +173,10 @@ def gradients(
     end = [float(flow.depth)]
 
     def one(options):
-        def value(x0, flow):
+        def value(x0, flow, cotangent):
             return jnp.sum(simulate(flow, x0, ts=end, **options).xs[-1] * cotangent)
 
-        return np.asarray(jax.grad(value)(jnp.asarray(x0), flow), np.float64)
+        return np.asarray(jax.jit(jax.grad(value))(x0, flow, cotangent), np.float64)
 
     direct, backsolve, layers = (one(options) for options in ways)
     size_of = np.linalg.norm

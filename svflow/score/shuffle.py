@@ -190,7 +190,7 @@ def _suffix(model, ids, *, suffix, with_loss, interpolated):
     parts = [jnp.nanmean(last[name], axis=(1, 2))[None] for name in PER_HEAD]
     parts += [jnp.nanmean(last[name], axis=2).T for name in ("field", "radial", "dt")]
     parts += [jnp.mean(last["angle"], axis=1)[None], jnp.mean(last["path"][1:], axis=1)[None]]
-    loss = jnp.nan
+    loss = jnp.asarray(jnp.nan)
     if with_loss:
         with jax.default_matmul_precision("highest"):
             logits = model.unembed(end[-suffix:-1])

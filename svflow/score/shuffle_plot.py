@@ -22,7 +22,7 @@ SHOWN = {
     "free_energy": "free energy",
     "consistency": "consistency KL",
     "dispersion": "score dispersion",
-    "field of attention": "tangent field of attention",
+    "field of attention": "field of attention",
     "path": "geodesic path length",
 }
 
@@ -66,12 +66,12 @@ def change_over_depth(
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    edge = 0.03 * len(layers)
+    axes.set_xlim(1 - edge, len(layers) + edge)
     if rho is not None and np.isfinite(rho).any():
         best = int(np.nanargmax(np.abs(rho)))
-        note = f"$\\rho$ {rho[best]:.2f}, layer {best + 1}"
-        axes.text(
-            1, 1.03, note, transform=axes.transAxes, ha="right", size=8, color=tone["pale"]
-        )
+        note = f"$\\rho$ {rho[best]:.2f} in layer {best + 1}"
+        axes.text(1, 1.03, note, transform=axes.transAxes, ha="right", size=8, color=tone["pale"])
     return axes
 
 
@@ -105,7 +105,7 @@ def shuffle_picture(
         control = None if study.untrained is None else study.untrained.change[name]
         change_over_depth(
             axes, study.fractions, study.change[name], theme=theme,
-            title=f"{SHOWN.get(name, name)}: change, %", control=control,
+            title=SHOWN.get(name, name), control=control,
             rho=study.rho[name][largest] if study.rho else None,
         )  # fmt: skip
     for axes in panels[-3:]:
@@ -122,7 +122,8 @@ def shuffle_picture(
         handles.append(
             Line2D([], [], color=THEMES[theme]["pale"], lw=0.9, ls=dashes, label="untrained")
         )
-    figure.text(0.006, 1 - 0.12 / height, title, size=11, weight="bold", va="top")
+    head = f"{title}: change in percent"
+    figure.text(0.006, 1 - 0.12 / height, head, size=11, weight="bold", va="top")
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(0.006, 1 - 0.36 / height),
         ncols=len(handles), borderaxespad=0, borderpad=0,
