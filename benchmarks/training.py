@@ -70,9 +70,11 @@ def contestants(batch: int, pairs: int):
     task = ut.dyck1_task(pairs)
     settings = ut.Settings(batch=batch, learning_rate=RATE, weight_decay=DECAY, clip=1e9)
     flow = RECIPE.build(jax.random.key(0))
-    embedding = training._start(
-        task, flow.width, RECIPE.out_width, 1.0, jnp.float32, jax.random.key(1)
-    )
+    start = training._starts(
+        training._stream((0,), training.START), task=task, width=flow.width,
+        columns=RECIPE.out_width, scale=1.0, dtype=jnp.float32,
+    )  # fmt: skip
+    embedding = jax.tree.map(lambda table: table[0], start)
     drawn = task.draw(jax.random.key(2), batch)
     slope = jax.jit(jax.value_and_grad(training.loss_of, has_aux=True))
     (ours, _), (gradient, _) = slope((embedding, None), flow, drawn)
@@ -115,10 +117,9 @@ def contestants(batch: int, pairs: int):
         *held[:], value = update(*held, flow, drawn)
         return value
 
-    seeds = (0,)
-    start = jax.tree.map(lambda table: table[None], embedding), None
-    run = [start, jax.vmap(settings.optimizer.init)(start)]
-    flows, number = jax.vmap(RECIPE.build)(jax.random.split(jax.random.key(0), 1)), [0]
+    seeds, number = (0,), [0]
+    run = [(start, None), training._states((start, None), settings=settings)]
+    flows = training._machines(training._stream(seeds, training.MACHINE), machine=RECIPE)
 
     def drawn_step():
         number[0] += 1

@@ -13,10 +13,29 @@ a map that only copies columns. Machines: `sparse`, `random`, and their widths, 
 `square_width`. Programs: `program`; `solve` and its `Solution`, which tell how well conditioned
 they are; `reprogram`, a machine over token ids; `attention_of`, a checkpoint's attention as a
 target. What a program holds: `registers` and their `register_table`, `attention_matching` for
-layers and heads, and `universal.tree_plot`. Shapes are single-example; batches are `jax.vmap`.
+layers and heads, and `universal.tree_plot`. How wide a machine has to be: `path_functions` and
+their rank, `path_rank`; `phase`, random machines around their least width. What errors do:
+`robustness`; `quantise` and `quantisation`. Each has a table, and a picture in
+`universal.bounds_plot`. Learning programs: the tasks `dyck1` and `k_hop`, `dyck1_task` and
+`k_hop_task`, a `Task` of one's own, and `summary`; a `Recipe` for a machine, `Blocks` for the
+components around its attention; `train` with its `Settings`, `evaluate`, and `python -m universal`
+for the whole table. Shapes are single-example; batches are `jax.vmap`.
 """
 
+from universal.bounds import (
+    PathRank,
+    Phase,
+    path_functions,
+    path_rank,
+    path_rank_table,
+    phase,
+    phase_table,
+)
 from universal.checkpoint import attention_of
+from universal.components import (
+    Blocks,
+    Recipe,
+)
 from universal.interpret import (
     Matching,
     Register,
@@ -28,30 +47,91 @@ from universal.maps import Routing
 from universal.paths import Slot
 from universal.program import Solution, program, solve
 from universal.random_machine import random
+from universal.robustness import (
+    Quantised,
+    Robustness,
+    Sensitivity,
+    quantisation,
+    quantisation_table,
+    quantise,
+    robustness,
+    robustness_table,
+)
 from universal.sizes import machine_width, square_width
 from universal.sparse import sparse
 from universal.tables import TableMachine, reprogram
+from universal.tasks import (
+    Batch,
+    Task,
+    dyck1,
+    dyck1_task,
+    k_hop,
+    k_hop_task,
+    summary,
+)
+from universal.training import (
+    Accuracy,
+    Embedding,
+    Settings,
+    Trained,
+    evaluate,
+    logits,
+    train,
+    wilson,
+)
 from universal.transformer import AttentionTransformer, attention_matrices, run
 
 __all__ = [
+    "Accuracy",
     "AttentionTransformer",
+    "Batch",
+    "Blocks",
+    "Embedding",
     "Matching",
+    "PathRank",
+    "Phase",
+    "Quantised",
+    "Recipe",
     "Register",
+    "Robustness",
     "Routing",
+    "Sensitivity",
+    "Settings",
     "Slot",
     "Solution",
     "TableMachine",
+    "Task",
+    "Trained",
     "attention_matching",
     "attention_matrices",
     "attention_of",
+    "dyck1",
+    "dyck1_task",
+    "evaluate",
+    "k_hop",
+    "k_hop_task",
+    "logits",
     "machine_width",
+    "path_functions",
+    "path_rank",
+    "path_rank_table",
+    "phase",
+    "phase_table",
     "program",
+    "quantisation",
+    "quantisation_table",
+    "quantise",
     "random",
     "register_table",
     "registers",
     "reprogram",
+    "robustness",
+    "robustness_table",
     "run",
     "solve",
     "sparse",
     "square_width",
+    "summary",
+    "train",
+    "wilson",
 ]

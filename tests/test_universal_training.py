@@ -1,0 +1,347 @@
+"""Learning programs: what is trained, what is not, and that a run can be repeated and continued."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flows import LinearFlow, fast
+from scipy.special import erf
+from universal_cases import formula, relative
+
+import svflow as sv
+import universal as ut
+from universal import training
+from universal.components import read_columns
+
+RECIPE = ut.Recipe("random", 2, 2, 3, 2, residual=True, norm=True, hidden=7)
+TASK = ut.k_hop_task(5, 3, (0, 1))
+SETTINGS = ut.Settings(steps=6, batch=7, warmup=1, every=2, validation=14, test=14)
+SEEDS = (3, 11)
+run = functools.partial(ut.train, RECIPE, TASK, SETTINGS, seeds=SEEDS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_fast():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run()
+
+
+def same(a, b):
+    a, b = (jax.tree.leaves(tuple(x)[:6]) for x in (a, b))
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + erf(x / np.sqrt(2)))
+
+
+def norm(x, gain=1.0, bias=0.0):
+    x = x - x.mean(axis=-1, keepdims=True)
+    return gain * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) + bias
+
+
+def reference(embedding, flow, ids):
+    """The logits in NumPy, layer by layer."""
+    x = embedding.tokens[ids] + embedding.positions[: len(ids)]
+    one, places = flow.attention, range(flow.depth)
+    at = lambda array, *place: np.asarray(array[...])[place]  # noqa: E731
+    gain = lambda layer, k: (  # noqa: E731
+        () if flow.gain is None else (at(flow.gain, layer, k), at(flow.bias, layer, k))
+    )
+    for layer in places:
+        y = norm(x, *gain(layer, 0)) if flow.norm else x
+        arrays = [np.asarray(kernel[...])[layer, None] for kernel in one.maps[:3]]
+        alone = ut.AttentionTransformer(*arrays, np.eye(flow.width), causal=one.causal)
+        after = formula(alone, y)[0][1]
+        x = x + after if one.residual else after
+        if flow.up is not None:
+            x = x + gelu(norm(x, *gain(layer, 1)) @ at(flow.up, layer)) @ at(flow.down, layer)
+    last = () if flow.final is None else np.asarray(flow.final[...])
+    return (norm(x, *last) if flow.norm else x) @ embedding.unembed
+
+
+def pick(tree, place):
+    return jax.tree.map(lambda leaf: leaf[place], tree)
+
+
+CASES = {
+    "norm": dict(norm=True),
+    "all": dict(residual=True, norm=True, hidden=7),
+}
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def tables_of(width, vocab=5, tokens=6, classes=3):
+    shapes = (vocab, width), (tokens, width), (width, classes)
+    return ut.Embedding(*(draw(k, *shape) for k, shape in enumerate(shapes)))
+
+
+def test_the_machines_are_the_formula():
+    # Full machines with gains and biases that are not 1 and 0; and sparse ones.
+    pairs, wanted = [], []
+    ids = np.asarray([4, 0, 2, 1, 2, 0])
+    for options in CASES.values():
+        flow = ut.Recipe("full", 2, 2, 3, 2, **options).build(jax.random.key(1))
+        leaves, tree = jax.tree.flatten(flow)
+        leaves = [leaf + 0.3 * draw(k, *leaf.shape) for k, leaf in enumerate(leaves)]
+        flow = jax.tree.unflatten(tree, leaves)
+        assert flow.causal
+        assert flow.centered == bool(options.get("norm"))
+        pairs.append((tables_of(flow.width), flow))
+        wanted.append(reference(pairs[-1][0], flow, ids))
+    for options in (dict(), dict(residual=True, norm=True)):
+        flow = ut.Recipe("sparse", 2, 2, 3, 2, **options).build(jax.random.key(1))
+        assert jax.tree.leaves(flow) == []
+        assert read_columns(flow) == (flow.width if options else 2)
+        pairs.append((tables_of(flow.width), flow))
+        dense = ut.Blocks(flow.attention.dense(), norm=flow.norm)
+        wanted.append(reference(pairs[-1][0], dense, ids))
+    last = pairs[1][1]  # simulated states are its steps, as of every flow
+    x = draw(9, 6, last.width)
+    assert last.splitting == (("attention",), ("mlp",))
+
+    @fast
+    def all_of(pairs, flow, x):
+        found = [ut.logits(*pair, jnp.asarray(ids)) for pair in pairs]
+        return found, sv.simulate(flow, x, ts=[2.0]).xs[-1], flow.step(1, flow.step(0, x))
+
+    ours, end, stepped = all_of(pairs, last, x)
+    for one, other in zip(ours, wanted):
+        assert relative(one, other) < 1e-13
+    for a, b in itertools.pairwise(ours):  # every switch does something
+        assert relative(a, b) > 1e-2
+    assert relative(end, stepped) < 1e-14
+
+
+def products(jaxpr):
+    """The sizes of the results of all matrix products, in every inner program too."""
+    sizes = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            sizes.append(math.prod(equation.outvars[0].aval.shape))
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: isinstance(x, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr)),
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if isinstance(inner, jax.extend.core.Jaxpr):
+                sizes += products(inner)
+    return sizes
+
+
+def test_no_gradient_by_frozen_weights_is_computed():
+    flow = RECIPE.build(jax.random.key(0))
+    width, heads, hidden = flow.width, 2, 7
+    tables = ut.Embedding(
+        jnp.ones((TASK.vocab, width)), jnp.ones((TASK.tokens, width)), jnp.ones((width, 3))
+    )
+    batch = TASK.draw(jax.random.key(0), 7)
+    # Of values, queries or keys of all heads, and feed-forward weights, in one layer.
+    weights = {heads * width * width, width * heads * 3, width * hidden}
+    tokens = 7 * TASK.tokens
+    assert len({*weights, tokens * hidden, tokens * width, TASK.vocab * width, 3 * width}) == 7
+    slope = jax.grad(training.loss_of, has_aux=True)
+    found = {}
+    for name, trained, frozen in (("frozen", (tables, None), flow), ("full", (tables, flow), None)):
+        found[name] = set(products(jax.make_jaxpr(slope)(trained, frozen, batch).jaxpr))
+    assert not weights & found["frozen"]
+    assert weights <= found["full"]
+    assert {TASK.vocab * width, 3 * width} <= found["frozen"]  # of the tables and the output
+
+
+def test_frozen_weights_stay_and_the_rest_is_trained(whole):
+    drawn = training._machines(training._stream(SEEDS, training.MACHINE), machine=RECIPE)
+    ours, drawn = jax.tree.leaves(whole.flow), jax.tree.leaves(drawn)
+    assert len(ours) == len(drawn) == 5
+    for a, b in zip(ours, drawn):
+        assert np.array_equal(a, b)
+        assert not np.array_equal(a[0], a[1])  # each seed has a machine of its own
+    first = training._starts(
+        training._stream(SEEDS, training.START), task=TASK, width=RECIPE.width,
+        columns=RECIPE.width, scale=1.0, dtype=whole.embedding.tokens.dtype,
+    )  # fmt: skip
+    for a, b in zip(first, whole.embedding):
+        assert a.shape == b.shape
+        assert (np.asarray(a) != np.asarray(b)).mean() > 0.7  # ids that were not drawn stay
+    assert whole.losses.shape == (6, 2)
+    assert np.array_equal(whole.evaluated, [0, 2, 4, 6])
+    assert whole.validation.shape == (4, 2)
+    assert (np.diff(whole.losses, axis=1) != 0).all()  # the seeds are different runs
+
+
+def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path):
+    class Killed(Exception):
+        pass
+
+    def until(last):
+        def steps(range_):
+            started.append(range_.start)
+            for step in range_:
+                if step == last:
+                    raise Killed
+                yield step
+
+        return steps
+
+    size = training._update._cache_size()
+    out, started = tmp_path / "run.npz", []
+    with pytest.raises(Killed):
+        run(out=out, progress=until(1))  # before the first evaluation there is nothing
+    assert not out.exists()
+    with pytest.raises(Killed):
+        run(out=out, progress=until(5))
+    with np.load(out) as file:
+        assert file["losses"].shape == (4, 2)
+    again = run(out=out, progress=until(None))
+    assert started == [0, 0, 4]
+    assert same(again, whole)
+    assert training._update._cache_size() == size  # all seeds of all runs are one program
+    assert same(run(out=out, progress=until(0)), whole)  # it is done: no step, no test
+    assert [p.name for p in tmp_path.iterdir()] == ["run.npz"]
+    # Other settings, by name; and a file whose arrays do not fit.
+    for change, message in (
+        (dict(seeds=(3, 12)), r"seeds = \[3, 11\], not \[3, 12\]"),
+        (dict(seeds=(3,)), r"seeds = \[3, 11\], not \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(out=out, **change)
+    other = ut.Recipe("random", 2, 2, 4, 2, residual=True, norm=True, hidden=7)
+    with pytest.raises(ValueError, match=r"machine\.head_width = 3, not 4; give a new file"):
+        ut.train(other, TASK, SETTINGS, seeds=SEEDS, out=out)
+    with np.load(out) as file:
+        arrays = dict(file)
+    np.savez(out, **arrays | {"leaf 0": arrays["leaf 0"][:, 1:]})
+    with pytest.raises(ValueError, match=r"another shape: leaf 0 is \(\(2, 4, "):
+        run(out=out)
+    out.write_bytes(b"no file")
+    with pytest.raises(ValueError, match="holds no run"):
+        run(out=out)
+    with pytest.raises(ValueError, match="is a folder, not a file"):
+        run(out=tmp_path)
+
+
+def test_an_accuracy_counts_fresh_sequences(whole):
+    found = [0, 0, 0]
+    embedding, flow = pick((whole.embedding, whole.flow), 1)
+    for number in range(2):
+        key = training._stream(SEEDS, training.TEST, 0, number)[1]
+        ids, labels, mask = TASK.draw(key, 7)
+        each = fast(jax.vmap(ut.logits, in_axes=(None, None, 0)))(embedding, flow, ids)
+        right = (np.argmax(np.asarray(each), axis=-1) == np.asarray(labels)) & np.asarray(mask)
+        counts = right.sum(), mask.sum(), mask.any(axis=1).sum()
+        found = [a + int(b) for a, b in zip(found, counts)]
+    assert tuple(found) == tuple(whole.test[1])
+    assert whole.test[1].value == found[0] / found[1]
+    assert not whole.test[1].claim
+    assert ut.Accuracy(9000, 10_000, 10_000).claim
+    # Streams of training, evaluations and test, their steps and batches: all keys are different.
+    keys = [
+        np.asarray(jax.random.key_data(training._stream((0, 1), stream, step, number))).tolist()
+        for stream in range(5)
+        for step in (0, 1, 2)
+        for number in (0, 1)
+    ]
+    assert len({tuple(key) for pair in keys for key in pair}) == 60
+
+
+def test_wilson_is_the_interval_of_the_score():
+    for right, trials in ((0, 10), (3, 10), (10, 10), (9_990, 10_000)):
+        share = right / trials
+        low, high = ut.wilson(share, trials)
+        for end in (low, high):  # its ends are z standard deviations away, by their own variance
+            if 1e-12 < end < 1 - 1e-12:
+                assert abs(abs(share - end) / (end * (1 - end) / trials) ** 0.5 - 1.959964) < 1e-9
+        assert low - 1e-12 <= share <= high + 1e-12
+        assert 0 <= low < high <= 1
+
+
+LINEAR = LinearFlow(np.eye(2)[None])
+QUICK = ut.Settings(steps=60, batch=4, warmup=0, every=4, validation=8, test=8, learning_rate=0.2)
+
+
+@functools.cache
+def custom(name, *, label=0, id_=0, asked=True):
+    """Sequences of one token whose label is its id, but for what is asked of."""
+
+    def draw(key, batch):
+        ids = jax.random.randint(key, (batch, 1), 0, 2, jnp.int32)
+        return ut.Batch(ids + id_, ids + label, jnp.full((batch, 1), asked))
+
+    return ut.Task(name, draw, 2, 1, 2)
+
+
+def test_any_flow_serves_and_what_is_solved_stops():
+    # The start is all that a linear flow needs. A frozen flow is shared by the seeds.
+    found = ut.train(LINEAR, custom("copy"), QUICK, seeds=(0, 1, 2))
+    assert len(found.losses) < 60
+    assert len(found.losses) % 4 == 0
+    assert (found.validation[-2:] == 1).all()
+    assert (found.validation[-3] < 1).any() or len(found.validation) == 2
+    assert np.array_equal(found.flow.matrices[...], LINEAR.matrices[...])
+    assert found.settings["machine"]["type"] == "LinearFlow"
+    assert all(one.value == 1 for one in found.test)
+
+
+def test_what_goes_wrong_says_so(tmp_path):
+    for task, message in (
+        (custom("none", asked=False), "none asks for no token: all masks are empty"),
+        (custom("ids", id_=1), r"ids draws ids that are not within 0 \.\. 1"),
+        (custom("labels", label=-1), r"labels draws labels that are not within 0 \.\. 1"),
+        (custom("long")._replace(tokens=3), r"long draws ids, labels and a mask of \[\(4, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ut.train(LINEAR, task, QUICK)
+    wild = ut.Settings(steps=8, batch=4, warmup=0, every=4, validation=8, learning_rate=1e300)
+    out = tmp_path / "wild.npz"
+    with pytest.raises(FloatingPointError, match=r"step [0-3], seed 5: the loss is not finite"):
+        ut.train(LINEAR, custom("copy"), wild, seeds=(5,), out=out)
+    assert not out.exists()
+    pending = [(np.ones(2), np.asarray([3, 3])), (np.zeros(2), np.asarray([3, 0]))]
+    with pytest.raises(ValueError, match=r"step 11, seed 8: no token .* its mask is empty"):
+        training._losses(pending, 10, (7, 8))
+    for call, message in (
+        (lambda: ut.train(object(), TASK), "machine must be a Recipe or an svflow.Flow"),
+        (lambda: ut.train(RECIPE, "dyck1"), "task must be a Task, such as dyck1_task"),
+        (lambda: ut.train(RECIPE, TASK, {}), "settings must be Settings, got dict"),
+        (lambda: ut.train(RECIPE, TASK, seeds=()), "seeds must be different integers"),
+        (lambda: ut.train(RECIPE, TASK, seeds=(1, 1)), "seeds must be different integers"),
+        (lambda: ut.train(RECIPE, TASK, seeds=(-1,)), "seeds must be different integers"),
+        (lambda: ut.Settings(steps=0), "steps must be a positive integer, got 0"),
+        (lambda: ut.Settings(steps=5, warmup=5), r"warmup must be within 0 \.\. 4, got 5"),
+        (lambda: ut.Settings(learning_rate=math.nan), "learning_rate must be positive"),
+        (lambda: ut.Settings(weight_decay=-1.0), "weight_decay must not be negative"),
+        (lambda: ut.Settings(stop_at=1.5), r"stop_at must be within \(0, 1\]"),
+        (lambda: ut.Recipe("dense", 1, 1, 1, 1), "kind must be one of 'sparse', 'random', 'full'"),
+        (
+            lambda: ut.Recipe("sparse", 1, 1, 1, 1, routing="flat"),
+            "routing must be one of 'single'",
+        ),
+        (lambda: ut.Recipe("sparse", 1, 1, 1, 1, routing="residual"), "needs residual=True"),
+        (lambda: ut.Recipe("sparse", 1, 1, 1, 1, hidden=4), "feed-forward layers need a residual"),
+        (lambda: ut.Recipe("sparse", 0, 1, 1, 1), "layers must be a positive integer"),
+        (lambda: ut.Recipe("sparse", 2, 2, 1, 1, routing="single"), "has one head, not 2"),
+        (lambda: ut.Recipe("sparse", 2, 2, 1, 1, routing="looped", norm=True), "looped machine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    flow = ut.sparse(2, 1, 1, 1, 1)
+    for arrays, message in (
+        (dict(up=jnp.ones((2, 5, 3))), "needs both up and down"),
+        (dict(gain=jnp.ones((2, 1, 5))), "norm is False"),
+        (dict(norm=True, gain=jnp.ones((1, 5))), r"gain must have shape \(2, 1, 5\), got \(1, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ut.Blocks(flow, **arrays)

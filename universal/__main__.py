@@ -1,0 +1,187 @@
+"""`python -m universal`: programs learnt for fixed machines, as a table, JSON and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from svflow.plotting import style
+from universal.presets import PAPER, PRESETS, Cell
+from universal.training import Trained, train
+from universal.training_plot import accuracy_over_steps
+
+MACHINES = ("sparse", "random", "full")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command with these arguments; 0, or 2 for bad input, or 130 when interrupted."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run(_parser().parse_args(given), given)
+    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+        print(f"universal: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("universal: interrupted; the same command goes on from there", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="universal",
+        description="Learns programs (embeddings and output) for fixed transformers, on Dyck-1 and "
+        "k-hop, for machines with and without other components: accuracy on fresh sequences, mean "
+        "and spread over seeds.",
+    )
+    parser.add_argument(
+        "--preset",
+        default="small",
+        help=f"one of {', '.join(PRESETS)} (default: small, minutes on two cores)",
+    )
+    parser.add_argument(
+        "--out",
+        default="programs",
+        type=Path,
+        help="folder of results and of what a killed run continues from (default: programs)",
+    )
+    parser.add_argument("--only", metavar="TEXT", help="only cells whose name contains this")
+    parser.add_argument("--seeds", type=int, metavar="N", help="how many, instead of the preset's")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
+    if arguments.preset not in PRESETS:
+        names = ", ".join(map(repr, PRESETS))
+        raise ValueError(f"there is no preset {arguments.preset!r}: there are {names}")
+    if arguments.seeds is not None and arguments.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
+    preset = PRESETS[arguments.preset]()
+    cells = [cell for cell in preset.cells if (arguments.only or "") in cell.name]
+    if not cells:
+        names = ", ".join(cell.name for cell in preset.cells)
+        raise ValueError(f"no cell's name contains {arguments.only!r}: there are {names}")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"{arguments.out} is a file, not a folder")
+    seeds = range(preset.seeds if arguments.seeds is None else arguments.seeds)
+    doc: dict[str, Any] = dict(
+        preset=arguments.preset,
+        command=shlex.join(["python", "-m", "universal", *given]),
+        jax=jax.__version__,
+        device=jax.devices()[0].device_kind,
+        cells=[],
+    )
+    found: list[tuple[Cell, Trained]] = []
+    for cell in cells:
+        bar = functools.partial(tqdm, desc=cell.name, delay=2, leave=False, disable=None)
+        path = arguments.out / f"{cell.name}.npz"
+        try:
+            learnt = train(
+                cell.recipe, cell.learnt, cell.settings, seeds=seeds, out=path, progress=bar
+            )
+        except (ValueError, FloatingPointError) as error:
+            raise type(error)(f"{cell.name}: {error}") from error
+        found.append((cell, learnt))
+        doc["cells"].append(entry(cell, learnt))
+        _replace(arguments.out / "results.json", (json.dumps(doc, indent=1) + "\n").encode())
+    picture(found, arguments.out / "accuracy.png")
+    print(table(doc))
+    print(f"\n{arguments.out / 'results.json'}, accuracy.png and a file of each cell")
+
+
+def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
+    """What JSON keeps of a cell."""
+    shares = np.asarray([one.value for one in learnt.test])
+    return dict(
+        task=cell.task,
+        components=cell.components,
+        machine=cell.machine,
+        draws=cell.learnt.name,
+        width=cell.recipe.width,
+        recipe=asdict(cell.recipe),
+        settings=asdict(cell.settings),
+        seeds=learnt.settings["seeds"],
+        paper=PAPER.get((cell.task, cell.components, cell.machine)),
+        mean=float(shares.mean()),
+        spread=float(shares.std(ddof=1)) if len(shares) > 1 else None,
+        low=min(one.interval[0] for one in learnt.test),
+        high=max(one.interval[1] for one in learnt.test),
+        claim=all(one.claim for one in learnt.test),
+        test=[dict(one._asdict(), interval=one.interval) for one in learnt.test],
+        steps=len(learnt.losses),
+        seconds=learnt.seconds,
+        evaluated=learnt.evaluated.tolist(),
+        validation=learnt.validation.tolist(),
+        last_loss=learnt.losses[-1].tolist(),
+    )
+
+
+def table(doc: dict[str, Any]) -> str:
+    """The paper's table with its numbers in brackets, in percent."""
+    cells = {(c["task"], c["components"], c["machine"]): c for c in doc["cells"]}
+    rows = [["", *MACHINES]]
+    for place in dict.fromkeys((task, components) for task, components, _ in cells):
+        rows.append([", ".join(place), *(_shown(cells.get((*place, m))) for m in MACHINES)])
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)) for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
+    note = (
+        "accuracy in %, mean ± sd over seeds on fresh sequences; from the lowest to the highest "
+        "end of the seeds' 95 % intervals (Wilson); (paper's number, at its own sizes)"
+    )
+    if not all(c["claim"] for c in doc["cells"]):
+        note += "; * from fewer than 10 000 sequences: no claim"
+    return "\n".join([*(line.rstrip() for line in lines), "", note])
+
+
+def _shown(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    spread = "" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}"
+    paper = "" if cell["paper"] is None else f" ({cell['paper']})"
+    star = "" if cell["claim"] else "*"
+    interval = f"{100 * cell['low']:.1f}..{100 * cell['high']:.1f}"
+    return f"{100 * cell['mean']:.1f}{star}{spread}, {interval}{paper}"
+
+
+def picture(found: Sequence[tuple[Cell, Trained]], path: Path) -> None:
+    """Accuracy over steps, one picture for each task and components."""
+    groups: dict[tuple[str, str], dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for cell, learnt in found:
+        curves = groups.setdefault((cell.task, cell.components), {})
+        curves[cell.machine] = learnt.evaluated, learnt.validation
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    with matplotlib.rc_context(style("light")):
+        figure = Figure(figsize=(5.2 * columns, 3.2 * rows), dpi=150)
+        for place, (title, curves) in enumerate(groups.items()):
+            axes = figure.add_subplot(rows, columns, place + 1)
+            accuracy_over_steps(axes, curves, theme="light", title=", ".join(title))
+        figure.tight_layout()
+        scratch = path.with_name(f".{path.name}.writing")
+        figure.savefig(scratch, format="png")
+    os.replace(scratch, path)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    scratch = path.with_name(f".{path.name}.writing")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

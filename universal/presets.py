@@ -1,0 +1,115 @@
+"""What `python -m universal` trains: tasks by machines by components."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from universal.components import Recipe
+from universal.tasks import Task, dyck1_task, k_hop_task
+from universal.training import Settings
+
+ATTENTION, NORMED, MLP = "attention only", "+ residual + LayerNorm", "+ frozen random MLP"
+PAPER = {
+    ("Dyck-1", ATTENTION, "sparse"): "100",
+    ("Dyck-1", ATTENTION, "random"): "94.4",
+    ("Dyck-1", ATTENTION, "full"): "comparable",
+    ("k-hop", ATTENTION, "sparse"): "30-40",
+    ("k-hop", ATTENTION, "random"): "30-40",
+    ("k-hop", ATTENTION, "full"): "99",
+    ("k-hop", NORMED, "sparse"): "100",
+    ("k-hop", NORMED, "random"): "85.7-96.1",
+    ("k-hop", MLP, "random"): "better still",
+}
+"""Accuracies in percent. Source: Andoni, Hsu and Liu, arXiv 2605.31423."""
+
+
+class Cell(NamedTuple):
+    """One entry of the table.
+
+    Arguments:
+        task, components, machine: its names.
+        learnt, recipe, settings: what is trained.
+    """
+
+    task: str
+    components: str
+    machine: str
+    learnt: Task
+    recipe: Recipe
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """Of its file, and what a filter is compared with."""
+        short = {ATTENTION: "attention", NORMED: "norm", MLP: "mlp"}[self.components]
+        return f"{self.task.lower()}-{self.machine}-{short}"
+
+
+class Preset(NamedTuple):
+    """A table.
+
+    Arguments:
+        cells: in the order in which they are trained.
+        seeds: how many there are of each.
+    """
+
+    cells: tuple[Cell, ...]
+    seeds: int
+
+
+def _table(dyck: tuple, hop: tuple, hidden: int) -> tuple[Cell, ...]:
+    """The paper's table. `dyck`, `hop`: task, settings, recipe of a sparse machine."""
+    cells = []
+    for name, (task, settings, recipe), components in (
+        ("Dyck-1", dyck, ATTENTION),
+        ("k-hop", hop, ATTENTION),
+        ("k-hop", hop, NORMED),
+        ("k-hop", hop, MLP),
+    ):
+        if components != ATTENTION:
+            recipe = replace(recipe, residual=True, norm=True)
+        if components == MLP:
+            recipe = replace(recipe, hidden=hidden)
+        for kind in ("sparse", "random") if components == MLP else ("sparse", "random", "full"):
+            # Weights of all layers want smaller steps than embeddings alone.
+            rate = settings.learning_rate * (0.1 if kind == "full" else 1)
+            own = replace(settings, learning_rate=rate)
+            made = replace(recipe, kind=kind)
+            cells.append(Cell(name, components, kind, task, made, own))
+    return tuple(cells)
+
+
+def _tiny() -> Preset:
+    settings = Settings(steps=4, batch=8, warmup=1, every=2, validation=16, test=16)
+    recipe = Recipe("sparse", 1, 1, 2, 2)
+    dyck = dyck1_task(3), settings, recipe
+    return Preset(_table(dyck, (k_hop_task(6, 3, (0, 1)), settings, recipe), 4), 2)
+
+
+def _small() -> Preset:
+    """Shorter sequences, fewer hops, narrower machines: minutes on two cores."""
+    settings = Settings(
+        steps=800, batch=64, learning_rate=1e-2, warmup=50, every=100, validation=512
+    )
+    dyck = dyck1_task(8), settings, Recipe("sparse", 2, 2, 4, 4)
+    hop = k_hop_task(20, 3, (0, 2)), settings, Recipe("sparse", 3, 2, 4, 4)
+    return Preset(_table(dyck, hop, 128), 2)
+
+
+def _paper() -> Preset:
+    """The tasks at the sizes of the papers that they come from."""
+    dyck = (
+        dyck1_task(30),
+        Settings(steps=10_000, batch=256, learning_rate=3e-3, warmup=500, every=250),
+        Recipe("sparse", 2, 2, 16, 16),
+    )
+    hop = (
+        k_hop_task(100, 4, (0, 16)),
+        Settings(steps=100_000, batch=32, learning_rate=1e-3, warmup=1000, every=1000),
+        Recipe("sparse", 6, 2, 4, 4),
+    )
+    return Preset(_table(dyck, hop, 1024), 4)
+
+
+PRESETS = {"tiny": _tiny, "small": _small, "paper": _paper}

@@ -1,0 +1,109 @@
+"""One file for one run: replaced as a whole, and continued by the next run of the same settings."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from filelock import FileLock, Timeout
+
+from svflow import Flow
+
+
+class Saved:
+    """The state of a run in an .npz file, or nowhere.
+
+    Arguments:
+        path: the file, or None.
+        settings: what JSON can hold; a file of other settings is not continued.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]):
+        self.path, self.settings = path, json.loads(json.dumps(settings))
+
+    def read(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+        """What was written last; None where nothing was.
+
+        Raises ValueError for a file that holds no run, or a run of other settings.
+        """
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                arrays = dict(file)
+            head = json.loads(str(arrays.pop("run")))
+            before = head.pop("settings")
+        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.path} holds no run: {error}") from error
+        one, other = flat(before), flat(self.settings)
+        for name in sorted(one.keys() | other.keys()):
+            if one.get(name) != other.get(name):
+                raise ValueError(
+                    f"{self.path} was made with {name} = {one.get(name)!r}, not "
+                    f"{other.get(name)!r}; give a new file"
+                )
+        return head, arrays
+
+    def write(self, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Replaces the file: whoever is killed meanwhile leaves the one before."""
+        if self.path is None:
+            return
+        scratch = self.path.with_name(f".{self.path.name}.writing")
+        named: dict[str, Any] = dict(arrays)
+        with scratch.open("wb") as file:
+            np.savez(file, run=np.asarray(json.dumps(dict(head, settings=self.settings))), **named)
+        os.replace(scratch, self.path)
+
+
+@contextlib.contextmanager
+def saving(out: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> Iterator[Saved]:
+    """A `Saved` that no other run writes meanwhile.
+
+    Raises ValueError for a path that is a folder, or a file that another run writes.
+    """
+    if out is None:
+        yield Saved(None, settings)
+        return
+    path = Path(out).expanduser().resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"another run is writing {path}") from error
+    try:
+        yield Saved(path, settings)
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def digest(flow: Flow) -> dict[str, Any]:
+    """What tells a flow from another: its type, its sizes and its arrays."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(flow):
+        found.update(f"{leaf.shape}{leaf.dtype}".encode() + np.asarray(leaf).tobytes())
+    return dict(
+        type=type(flow).__name__, depth=flow.depth, width=flow.width, arrays=found.hexdigest()
+    )
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level of dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found

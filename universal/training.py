@@ -1,0 +1,521 @@
+"""Learning programs: tables of tokens and places and an output matrix, around frozen weights.
+
+Axes: `seeds`; `batch`; `tokens`; `vocab`; `width`, the machine's state; `classes`.
+
+Source: Andoni, Hsu and Liu, "Fixed Universal Transformers", arXiv 2605.31423, whose experiments
+train the embeddings and U alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from svflow import Flow, ScanAdjoint, simulate
+from svflow.flow import check_flow
+from universal.components import Blocks, Recipe, read_columns, reader
+from universal.saved import digest, saving
+from universal.sizes import positive
+from universal.tasks import Batch, Task
+
+CLAIM = 10_000
+"""The least number of fresh sequences that an accuracy is claimed from."""
+TRAIN, VALIDATION, TEST, START, MACHINE = range(5)  # Streams of keys of one seed.
+
+
+class Embedding(NamedTuple):
+    """What is learnt: x_i = tokens[id_i] + positions[i], and the output U.
+
+    Arguments:
+        tokens: (vocab, width); positions: (tokens, width); unembed: (width, classes).
+    """
+
+    tokens: Float[Array, "vocab width"]
+    positions: Float[Array, "tokens width"]
+    unembed: Float[Array, "width classes"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a program is learnt: AdamW with clipped gradients, a warm-up and a cosine to zero.
+
+    Arguments:
+        steps, batch: how many steps, of how many sequences each.
+        learning_rate, warmup, weight_decay, clip: of the optimiser; `clip` bounds the norm of the
+            gradient.
+        scale: the standard deviation of the first embeddings' entries, of token and place together.
+        every: steps between two evaluations, which are what a killed run loses at most.
+        validation: fresh sequences of each evaluation.
+        stop_at: the accuracy that ends a run when all seeds have it at two evaluations in a row;
+            None for never.
+        test: fresh sequences of the last evaluation; below `CLAIM` it is no claim.
+
+    Raises:
+        ValueError: numbers that make no sense.
+    """
+
+    steps: int = 4000
+    batch: int = 256
+    learning_rate: float = 3e-3
+    warmup: int = 200
+    weight_decay: float = 1e-3
+    clip: float = 1.0
+    scale: float = 1.0
+    every: int = 200
+    validation: int = 1024
+    stop_at: float | None = 1.0
+    test: int = CLAIM
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "every", "validation", "test"):
+            positive(name, getattr(self, name))
+        for name in ("learning_rate", "clip", "scale"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+        if not 0 <= self.warmup < self.steps:
+            raise ValueError(f"warmup must be within 0 .. {self.steps - 1}, got {self.warmup!r}")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay!r}")
+        if self.stop_at is not None and not 0 < self.stop_at <= 1:
+            raise ValueError(f"stop_at must be within (0, 1], got {self.stop_at!r}")
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        rate: Any = self.learning_rate
+        rate = optax.warmup_cosine_decay_schedule(0.0 if self.warmup else rate, rate, self.warmup,
+                                                  self.steps)  # fmt: skip
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(rate, weight_decay=self.weight_decay),
+        )
+
+
+class Accuracy(NamedTuple):
+    """Right answers among fresh sequences.
+
+    Arguments:
+        right, asked: tokens.
+        sequences: those with a token that is asked for.
+    """
+
+    right: int
+    asked: int
+    sequences: int
+
+    @property
+    def value(self) -> float:
+        return self.right / self.asked
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of 95 %: Wilson's, with one trial per sequence, since answers in one depend on another.
+
+        Where a sequence has one answer it is exact; with several it is wider than it need be.
+        """
+        return wilson(self.value, self.sequences)
+
+    @property
+    def claim(self) -> bool:
+        """Whether there are enough sequences."""
+        return self.sequences >= CLAIM
+
+
+class Trained(NamedTuple):
+    """Programs that were learnt, one per seed.
+
+    Arguments:
+        embedding: what was learnt, with a leading axis of seeds.
+        flow: the machine, with a leading axis of seeds on its arrays; of a `Flow` that was given
+            and frozen, that flow.
+        test: the accuracy on fresh sequences at the end, one per seed.
+        losses: (steps, seeds) of the steps that were taken.
+        evaluated: (evaluations,) the steps of the evaluations.
+        validation: (evaluations, seeds) their accuracies.
+        seconds: what training took, over all runs that it was continued in.
+        settings: what `train` was asked.
+    """
+
+    embedding: Embedding
+    flow: Flow
+    test: tuple[Accuracy, ...]
+    losses: Float[np.ndarray, "steps seeds"]
+    evaluated: Int[np.ndarray, " evaluations"]
+    validation: Float[np.ndarray, "evaluations seeds"]
+    seconds: float
+    settings: dict[str, Any]
+
+
+def wilson(share: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share of right answers.
+
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
+    1927.
+    """
+    middle = share + z**2 / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    total = 1 + z**2 / trials
+    return max(0.0, (middle - half) / total), min(1.0, (middle + half) / total)
+
+
+def logits(
+    embedding: Embedding, flow: Flow, ids: Int[Array, " tokens"]
+) -> Float[Array, "tokens classes"]:
+    """The output of every token of one sequence, simulated from its embedding."""
+    with jax.default_matmul_precision("highest"):
+        # As a product: the derivative of a gather is a scatter, which is slow on every device.
+        one_hot = jax.nn.one_hot(ids, embedding.tokens.shape[0], dtype=embedding.tokens.dtype)
+        x = one_hot @ embedding.tokens + embedding.positions[: ids.shape[0]]
+    # Layers of routings are programs of their own: one after another, none is chosen at run time.
+    apart = isinstance(flow, Blocks) and flow.routed
+    times = [float(t) for t in (range(flow.depth + 1) if apart else (0, flow.depth))]
+    for start, end in itertools.pairwise(times):
+        adjoint = ScanAdjoint(checkpoint=False)
+        x = simulate(flow, x, t0=start, t1=end, ts=[end], adjoint=adjoint).xs[-1]
+    with jax.default_matmul_precision("highest"):
+        return reader(flow)(x) @ embedding.unembed
+
+
+def loss(embedding: Embedding, flow: Flow, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """The mean cross-entropy in nats of the tokens that are asked for, and how many there are."""
+    found = jax.vmap(functools.partial(logits, embedding, flow))(batch.ids)
+    each = optax.softmax_cross_entropy_with_integer_labels(found, batch.labels)
+    asked = jnp.sum(batch.mask, dtype=jnp.int32)
+    total = jnp.sum(jnp.where(batch.mask, each, 0))
+    return total / jnp.maximum(asked, 1).astype(total.dtype), asked
+
+
+def loss_of(trained, frozen, batch: Batch):
+    """`loss` with what is trained apart from what is frozen: (Embedding, flow or None), the rest.
+
+    Derivatives are by the first argument alone, so that none by frozen weights exists.
+    """
+    embedding, flow = trained
+    return loss(embedding, frozen if flow is None else flow, batch)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("task", "settings", "axis"), donate_argnames=("trained", "state")
+)
+def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axis):
+    """One step of every seed, on a batch that depends on its key alone."""
+
+    def one(trained, state, frozen, key):
+        batch = task.draw(key, settings.batch)
+        slope = jax.value_and_grad(loss_of, has_aux=True)
+        (value, asked), gradient = slope(trained, frozen, batch)
+        with jax.numpy_dtype_promotion("standard"):  # which optax counts on
+            updates, state = settings.optimizer.update(gradient, state, trained)
+            trained = optax.apply_updates(trained, updates)
+        return trained, state, value, asked
+
+    return jax.vmap(one, in_axes=(0, 0, axis, 0))(trained, state, frozen, keys)
+
+
+@functools.partial(jax.jit, static_argnames=("task", "count", "axis"))
+def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
+    """(5, seeds): right answers, answers, sequences with one; ids and labels that are none."""
+
+    def one(embedding, flow, key):
+        ids, labels, mask = task.draw(key, count)
+        found = jnp.argmax(jax.vmap(functools.partial(logits, embedding, flow))(ids), axis=-1)
+        counted = (
+            (found.astype(labels.dtype) == labels) & mask,
+            mask,
+            jnp.any(mask, axis=1),
+            (ids < 0) | (ids >= task.vocab),
+            mask & ((labels < 0) | (labels >= task.classes)),
+        )
+        return jnp.stack([jnp.sum(part, dtype=jnp.int32) for part in counted])
+
+    return jax.vmap(one, in_axes=(0, axis, 0), out_axes=1)(embedding, flow, keys)
+
+
+@jax.jit
+def _keys(seeds: Int[Array, " seeds"], path: Int[Array, " path"]) -> Array:
+    """A key of every seed, at the end of a path of numbers that begins with the stream."""
+
+    def one(seed):
+        return jax.lax.fori_loop(
+            0, path.shape[0], lambda k, key: jax.random.fold_in(key, path[k]), jax.random.key(seed)
+        )
+
+    return jax.vmap(one)(seeds)
+
+
+def _stream(seeds: Sequence[int], stream: int, step: int = 0, number: int = 0) -> Array:
+    return _keys(np.asarray(seeds, np.uint32), np.asarray([stream, step, number], np.uint32))
+
+
+def evaluate(
+    embedding: Embedding,
+    flow: Flow,
+    task: Task,
+    seeds: Sequence[int],
+    *,
+    sequences: int = CLAIM,
+    batch: int = 256,
+    stream: int = TEST,
+    step: int = 0,
+    batched: bool = True,
+) -> tuple[Accuracy, ...]:
+    """The accuracies of learnt programs on fresh sequences, which no training has drawn.
+
+    Arguments:
+        embedding, flow: of `Trained`.
+        task: it may be another than that of the training, with ids that the tables have.
+        seeds: one for each program.
+        sequences: at least so many, whole batches.
+        stream, step: which sequences of a seed.
+        batched: whether the flow's arrays have an axis of seeds.
+
+    Raises:
+        ValueError: a task that does not fit the tables, or that asks for nothing.
+    """
+    sizes = embedding.tokens.shape[-2], embedding.positions.shape[-2], embedding.unembed.shape[-1]
+    for name, has, needs in zip(
+        ("ids", "tokens", "classes"), sizes, (task.vocab, task.tokens, task.classes)
+    ):
+        if has < needs:
+            raise ValueError(f"{task.name} needs {needs} {name}, but the tables have {has}")
+    _check_draw(task, batch)
+    axis = 0 if batched else None
+    size, total = min(batch, sequences), np.zeros((5, len(seeds)), np.int64)
+    for number in range(-(-sequences // size)):
+        keys = _stream(seeds, stream, step, number)
+        total += np.asarray(_answers(embedding, flow, keys, task=task, count=size, axis=axis))
+    for name, outside, count in (
+        ("ids", total[3], task.vocab), ("labels", total[4], task.classes)
+    ):  # fmt: skip
+        if outside.any():
+            raise ValueError(f"{task.name} draws {name} that are not within 0 .. {count - 1}")
+    if not total[1].all():
+        raise ValueError(f"{task.name} asks for no token: all masks are empty")
+    return tuple(Accuracy(*map(int, column)) for column in total[:3].T)
+
+
+def train(
+    machine: Recipe | Flow,
+    task: Task,
+    settings: Settings | None = None,
+    *,
+    seeds: Sequence[int] = (0,),
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Trained:
+    """Learns a program for a machine: its embeddings and output, and nothing else.
+
+    All seeds train as one program. A seed decides the machine, where that is drawn, the first
+    embeddings and all sequences; those of training, of evaluations and of the last test come from
+    streams of their own, so that none is drawn twice but by chance. The same call gives the same
+    numbers to the last bit on one device, whether or not it was interrupted.
+
+    Arguments:
+        machine: a `Recipe`, of which kind "full" trains all its weights too; or a flow, which all
+            seeds share and which is frozen.
+        task: of `dyck1_task` or `k_hop_task`, or one's own.
+        settings: `Settings()` by default.
+        seeds: integers, each once.
+        out: an .npz file, made or continued, and replaced at every evaluation.
+        progress: wraps the range of steps, for example `tqdm.tqdm`, which is told the accuracies.
+
+    Raises:
+        ValueError: what is no machine or task; seeds that are not different integers; a file that
+            another run writes, or was made with other settings or of other shapes; a task that
+            asks for nothing, or whose ids or labels its sizes do not cover; an empty mask.
+        FloatingPointError: a loss that is not finite, with its step and seed.
+    """
+    settings = Settings() if settings is None else settings
+    seeds = _check(machine, task, settings, seeds)
+    drawn = isinstance(machine, Recipe)
+    leaf = next((leaf for leaf in jax.tree.leaves(machine) if not drawn), None)
+    dtype = jnp.result_type(float) if leaf is None else leaf.dtype
+    asked = dict(
+        machine=asdict(machine) if isinstance(machine, Recipe) else digest(machine),
+        task=task.name,
+        training=asdict(settings),
+        seeds=list(seeds),
+        dtype=str(dtype),
+    )
+    with saving(out, asked) as file:
+        before = file.read()
+        flow: Any = machine
+        if isinstance(machine, Recipe):
+            flow = _machines(_stream(seeds, MACHINE), machine=machine)
+        everything = isinstance(machine, Recipe) and machine.kind == "full"
+        frozen = None if everything else flow
+        start = _starts(
+            _stream(seeds, START), task=task, width=flow.width, columns=read_columns(flow),
+            scale=settings.scale, dtype=dtype,
+        )  # fmt: skip
+        trained = start, flow if everything else None
+        state = _states(trained, settings=settings)
+        options: dict[str, Any] = dict(task=task, settings=settings, axis=0 if drawn else None)
+
+        def test(sequences: int, **of) -> tuple[Accuracy, ...]:
+            now = flow if trained[1] is None else trained[1]
+            return evaluate(
+                trained[0], now, task, seeds, sequences=sequences, batch=settings.batch,
+                batched=drawn, **of,
+            )  # fmt: skip
+
+        def store() -> None:
+            leaves = {f"leaf {k}": x for k, x in enumerate(jax.tree.leaves((trained, state)))}
+            file.write(head, records | jax.device_get(leaves))
+
+        begin = time.perf_counter()
+        if before is None:
+            head: dict[str, Any] = dict(seconds=0.0, test=None)
+            found = test(settings.validation, stream=VALIDATION)
+            records = dict(
+                losses=np.zeros((0, len(seeds)), dtype),
+                evaluated=np.zeros(1, np.int64),
+                validation=np.asarray([[one.value for one in found]]),
+            )
+        else:
+            head, arrays = before
+            records = {name: arrays.pop(name) for name in RECORDS}
+            trained, state = _restored(arrays, (trained, state), file.path)
+        pending: list[Any] = []
+        steps = settings.steps if not _solved(records["validation"], settings) else 0
+        bar: Any = progress(range(len(records["losses"]), steps))
+        for step in bar:
+            keys = _stream(seeds, TRAIN, step)
+            trained, state, *values = _update(trained, state, frozen, keys, **options)
+            pending.append(values)
+            if (step + 1) % settings.every and step + 1 < steps:
+                continue
+            losses = _losses(pending, step + 1 - len(pending), seeds)
+            pending = []
+            accuracies = [one.value for one in test(settings.validation, stream=VALIDATION,
+                                                    step=step + 1)]  # fmt: skip
+            for name, more in zip(RECORDS, (losses, [step + 1], [accuracies])):
+                records[name] = np.concatenate([records[name], more])
+            head["seconds"] += time.perf_counter() - begin
+            begin = time.perf_counter()
+            store()
+            if hasattr(bar, "set_postfix"):
+                bar.set_postfix(
+                    accuracy=f"{np.mean(accuracies):.4f}", loss=f"{losses[-1].mean():.4f}"
+                )
+            if _solved(records["validation"], settings):
+                break
+        if hasattr(bar, "close"):
+            bar.close()
+        if head["test"] is None:
+            head["test"] = test(settings.test)
+            store()
+    return Trained(
+        embedding=trained[0],
+        flow=flow if trained[1] is None else trained[1],
+        test=tuple(Accuracy(*one) for one in head["test"]),
+        seconds=head["seconds"],
+        settings=file.settings,
+        **records,
+    )
+
+
+RECORDS = ("losses", "evaluated", "validation")
+
+
+ONCE = {"xla_backend_optimization_level": 0}  # What runs once is compiled fast.
+
+
+@functools.partial(jax.jit, static_argnames="machine", compiler_options=ONCE)
+def _machines(keys, *, machine: Recipe) -> Flow:
+    """A machine of every seed."""
+    return jax.vmap(machine.build)(keys)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("task", "width", "columns", "scale", "dtype"),
+    compiler_options=ONCE,
+)
+def _starts(keys, *, task: Task, width: int, columns: int, scale: float, dtype) -> Embedding:
+    """Gaussian tables of one scale, and an output of the size of one column; of every seed."""
+    sizes = scale / 2**0.5, scale / 2**0.5, columns**-0.5
+    counts = task.vocab, task.tokens, task.classes
+
+    def one(key):
+        drawn = jax.random.normal(key, (sum(counts), width), dtype)
+        tables = jnp.split(drawn, np.cumsum(counts)[:2])
+        tokens, positions, unembed = (size * part for size, part in zip(sizes, tables))
+        return Embedding(tokens, positions, unembed.T)
+
+    return jax.vmap(one)(keys)
+
+
+@functools.partial(jax.jit, static_argnames="settings", compiler_options=ONCE)
+def _states(trained, *, settings: Settings):
+    """The optimiser's first state of every seed."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.vmap(settings.optimizer.init)(trained)
+
+
+def _solved(validation: np.ndarray, settings: Settings) -> bool:
+    if settings.stop_at is None or len(validation) < 2:
+        return False
+    return bool((validation[-2:] >= settings.stop_at).all())
+
+
+def _losses(pending, first: int, seeds: tuple[int, ...]) -> np.ndarray:
+    """(steps, seeds); raises for a batch without answers and for a loss that is not finite."""
+    losses, counts = (np.stack([np.asarray(part) for part in parts]) for parts in zip(*pending))
+    for bad, error, text in (
+        (counts == 0, ValueError, "no token of the batch is asked for: its mask is empty"),
+        (~np.isfinite(losses), FloatingPointError, "the loss is not finite"),
+    ):
+        if bad.any():
+            step, place = np.argwhere(bad)[0]
+            value = losses[step, place]
+            raise error(f"step {first + step}, seed {seeds[place]}: {text} (loss {value})")
+    return losses
+
+
+def _restored(arrays: dict[str, np.ndarray], like, path):
+    leaves, structure = jax.tree.flatten(like)
+    shapes = {f"leaf {k}": (leaf.shape, leaf.dtype) for k, leaf in enumerate(leaves)}
+    found = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            raise ValueError(
+                f"{path} holds a run of another shape: {name} is {found.get(name)}, not "
+                f"{shapes.get(name)}"
+            )
+    return jax.tree.unflatten(structure, [jnp.asarray(arrays[name]) for name in shapes])
+
+
+def _check(machine, task, settings, seeds) -> tuple[int, ...]:
+    if not isinstance(machine, Recipe):
+        check_flow(machine, "machine must be a Recipe or")
+    if not isinstance(task, Task):
+        raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
+    if not isinstance(settings, Settings):
+        raise ValueError(f"settings must be Settings, got {type(settings).__name__}")
+    numbers = [s for s in seeds if isinstance(s, int | np.integer) and 0 <= s < 2**32]
+    if not numbers or len(numbers) < len(seeds) or len(set(numbers)) < len(seeds):
+        raise ValueError(f"seeds must be different integers from 0 to 2^32 - 1, got {seeds!r}")
+    return tuple(int(s) for s in seeds)
+
+
+def _check_draw(task: Task, count: int) -> None:
+    """Raises ValueError where a task's batches are not what it says."""
+    drawn = jax.eval_shape(lambda key: task.draw(key, count), jax.random.key(0))
+    shapes = [part.shape for part in drawn]
+    if shapes != [(count, task.tokens)] * 3:
+        raise ValueError(
+            f"{task.name} draws ids, labels and a mask of {shapes}, not of {(count, task.tokens)}"
+        )
