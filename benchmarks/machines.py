@@ -53,8 +53,8 @@ def gathers(plan, x, mixed):
     kept = []
     for layer in range(machine.depth):
         query, key = (maps.read(m, layer, x) for m in (machine.query, machine.key))
-        stack = maps.sources_of(machine.value, layer, x, machine.depth, machine.residual)
-        wrote = maps.spread(machine.value, layer, mixed[layer], machine.depth, machine.residual)
+        stack = maps.sources_of(machine.value, layer, x)
+        wrote = maps.spread(machine.value, layer, mixed[layer])
         x = x + (wrote - x)
         kept.append((query, key, stack))
     return x, jax.lax.optimization_barrier(kept)

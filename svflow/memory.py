@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -20,6 +21,11 @@ def check_memory(what: str, size: int, like: jax.Array | None) -> None:
         raise MemoryError(
             f"{what} would take {_readable(size)} with what computes them, of {_readable(room)}"
         )
+
+
+def magnitude(count: int) -> str:
+    """A count as text; a power of ten where it has more digits than one reads."""
+    return str(count) if count < 10**18 else f"about 10^{math.log10(count):.0f}"
 
 
 def _room(like) -> int | None:
@@ -41,6 +47,8 @@ def _host() -> int | None:
 
 
 def _readable(size: float) -> str:
+    if size >= 10**24:  # integers have no largest
+        return f"10^{math.log10(size):.0f} bytes"
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -139,6 +139,22 @@ def test_gap_bound_and_tied_distance_by_hand():
     np.testing.assert_allclose(c.tied, tied, rtol=1e-12)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_consistency_in_bfloat16_and_of_a_state_of_zero(family):
+    measure = fast(lambda flow, x: score.consistency(flow, 0, x))
+    model, narrow = tiny_model(family), tiny_model(family, "bfloat16")
+    x = normal(0, 5, model.config.width).at[2].set(0)
+    exact, rounded = measure(model.flow, x), measure(narrow.flow, x.astype(jnp.bfloat16))
+    for values, near in zip(exact, rounded):
+        assert np.isfinite(values).all()
+        assert near.dtype == jnp.float32
+        np.testing.assert_allclose(near, values, atol=0.05 * np.abs(values).max())
+    assert np.all(exact.field <= exact.bound + 1e-12)
+    # The bound of the zero state is the limit of those of small ones.
+    close = measure(model.flow, x.at[2].set(1e-9 * x[1]))
+    np.testing.assert_allclose(exact.bound[2], close.bound[2], atol=1e-6)
+
+
 def test_tied_values_are_found_with_rotations_too():
     # The distance with rotations against keys by the kernel's own linearity, as above.
     model, x = one_layer("llama")

@@ -127,10 +127,17 @@ def test_wrong_layers_and_states_are_refused():
     for function in (score.attention, score.feed_forward, score.kernel, score.consistency):
         with pytest.raises(ValueError, match="about a transformer's layers, got VelocityFlow"):
             function(VelocityFlow(normal(0, 16, 16), 3), 0, x)
-        with pytest.raises(ValueError, match=r"layer must be one of 0 \.\. 2, got 3"):
+        with pytest.raises(ValueError, match=r"an integer, one of 0 \.\. 2, got 3"):
             function(model, 3, x)
-        with pytest.raises(ValueError, match=r"x must have shape \(tokens, 16\), got \(3, 15\)"):
+        for layer in (0.5, 1.0, jnp.asarray(0.5), jnp.arange(2), True, -1, "0"):
+            with pytest.raises(ValueError, match="layer must be an integer, one of"):
+                function(model, layer, x)
+        with pytest.raises(ValueError, match=r"\(tokens, 16\), got float64 \(3, 15\)"):
             function(model, 0, x[:, :15])
+        with pytest.raises(ValueError, match="x must be an array, got list"):
+            function(model, 0, x.tolist())
+        with pytest.raises(ValueError, match="x is float32, the model's weights are float64"):
+            function(model, 0, x.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"context\.mask has shape"):
         score.attention(model, 0, x, PADDED)
     with pytest.raises(ValueError, match="layer 0 is not one of `mixture`: use `feed_forward`"):
@@ -244,6 +251,10 @@ def test_steps_that_leave_the_hemisphere_are_named():
     assert np.isnan(score.polar(flow, xs, context=padded).dt).sum() == 2
     with pytest.raises(ValueError, match=r"xs must have shape \(4, tokens, 4\)"):
         score.polar(flow, xs[1:])
+    with pytest.raises(ValueError, match="xs must be an array, got list"):
+        score.polar(flow, xs.tolist())
+    with pytest.raises(ValueError, match="xs is float32, the model's weights are float64"):
+        score.polar(tiny_model("gpt2").flow, jnp.zeros((4, 3, 16), jnp.float32))
     with pytest.raises(ValueError, match=r"flow must be an svflow\.Flow"):
         score.polar(object(), xs)
 
@@ -280,6 +291,13 @@ def test_splitting_differs_from_the_parallel_block_at_second_order():
     close(one, expected, 1e-13)
     with pytest.raises(ValueError, match="two substeps; TransformerFlow has 1"):
         score.splitting_gap(tiny_model("gpt_neox").flow, 0, x, 0.5)
+    for layer in (9, -1, 0.5):
+        with pytest.raises(ValueError, match=r"an integer, one of 0 \.\. 2, got"):
+            score.splitting_gap(model.flow, layer, x, 0.5)
+    with pytest.raises(ValueError, match="x must be an array, got list"):
+        score.splitting_gap(model.flow, 0, x.tolist(), 0.5)
+    with pytest.raises(ValueError, match="x is float32, the model's weights are float64"):
+        score.splitting_gap(model.flow, 0, x.astype(jnp.float32), 0.5)
     sphere = small_flows()["sphere"]
     with pytest.raises(ValueError, match="SphereFlow retracts its states"):
         score.splitting_gap(sphere, 0, normal(2, 3, 6), 0.5)

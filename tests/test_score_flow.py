@@ -227,6 +227,8 @@ def test_flows_refuse_what_is_wrong():
         score.energy(Router(6, 5), x)
     with pytest.raises(ValueError, match=r"\(\.\.\., tokens, 6\)"):
         score.elbo(wrong, x[:, :4])
+    with pytest.raises(ValueError, match="xs must be an array, got list"):
+        score.energy(wrong, x.tolist())
     with pytest.raises(ValueError, match=r"keys must be floats of shape \(components, width\)"):
         score.SoftmaxPosterior(jnp.ones(3))
     with pytest.raises(ValueError, match=r"offsets must be float64 of shape \(5,\)"):

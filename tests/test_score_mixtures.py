@@ -10,6 +10,7 @@ import pytest
 from flows import fast, normal
 
 from svflow import geometry, score
+from svflow.score.sampling import von_mises_fisher
 
 EPS = float(jnp.finfo(jnp.float64).eps)
 CONCENTRATIONS = (0.0, 1e-6, 0.01, 1.0, 7.0, 24.0, 90.0, 1e3, 3e4, 1e6)
@@ -85,7 +86,23 @@ def test_closed_forms_and_types():
     assert score.cumulant(64, jnp.asarray(2, jnp.bfloat16)).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_concentrations_whose_square_overflows(dtype):
+    root, largest = (float(jnp.finfo(dtype).max) ** p for p in (0.5, 1))
+    k = jnp.asarray([2 * root, 1e3 * root, largest / 2, np.inf], dtype)
+    for dimension in (2, 8192):
+        values = fast(functools.partial(derivatives, dimension))(k)
+        np.testing.assert_allclose(values[0], k, rtol=1e-6)
+        np.testing.assert_allclose(values[1], -k, rtol=1e-6)
+        assert np.array_equal(values[2], [1] * 4)
+        assert np.array_equal(score.bessel_ratio(dimension, k), [1] * 4)
+        assert np.all((values[3] >= 0) & (values[3] < 1e-30))
+    ratios = score.bessel_ratio(2, jnp.asarray(10.0 ** np.arange(6, 12), dtype))
+    assert np.all((ratios > 1 - 1e-6) & (ratios <= 1))
+
+
 def test_wrong_concentrations_and_dimensions_are_refused():
+    assert score.cumulant(np.int64(3), 1.0) == score.cumulant(3, 1.0)
     for function in (score.cumulant, score.log_normaliser, score.bessel_ratio):
         with pytest.raises(ValueError, match=r"must not be negative, got -0\.5"):
             function(4, jnp.asarray([1.0, -0.5]))
@@ -93,6 +110,11 @@ def test_wrong_concentrations_and_dimensions_are_refused():
             function(1, 2.0)
         with pytest.raises(ValueError, match=r"must be an int, got 2\.0"):
             function(2.0, 2.0)
+        for wrong in ("a", None, 1 + 1j, True):
+            with pytest.raises(ValueError, match="must be a real number"):
+                function(4, wrong)
+        with pytest.raises(ValueError, match="must be a real number, got complex128"):
+            jax.eval_shape(functools.partial(function, 4), jnp.asarray(1 + 1j))
         values = jax.jit(functools.partial(function, 4))(jnp.asarray([1.0, -0.5, jnp.nan]))
         assert np.array_equal(np.isnan(values), [False, True, True])
 
@@ -276,6 +298,52 @@ def test_samples_of_mixtures():
     assert np.all(np.abs(y.var(axis=0) / variance - 1) < 5 * np.sqrt(8 / 4000))
 
 
+@pytest.mark.parametrize(("dtype", "k"), [("float32", 1e19), ("float64", 1e154)])
+def test_the_sharpest_mixtures_can_be_sampled_and_sharper_ones_are_refused(dtype, k):
+    mean = jnp.asarray([[2, 0, 0, 0]], dtype)
+    mixture = score.VMFMixture(mean, jnp.asarray([k], dtype))
+    x = draw(mixture, 0, 512)
+    # |x - mean|^2 = 8 (1 - w), and kappa (1 - w) has the mean (d - 1) / 2 up to its noise.
+    apart = np.asarray(x[:, 1:], np.float64) * k**0.5
+    assert abs(np.mean(np.sum(apart**2, axis=1)) / 12 - 1) < 0.15
+    np.testing.assert_allclose(x[:, 0], 2, rtol=1e-6)
+    for make in (
+        lambda k: score.VMFMixture(mean, k),
+        lambda k: score.VMFMixture.from_natural(mean * k[:, None] / 4),
+    ):
+        with pytest.raises(ValueError, match=f"are too large for {dtype}, in which squares"):
+            make(jnp.asarray([10 * k], dtype))
+
+
+def test_samples_end_at_any_concentration():
+    k = jnp.asarray([1e19, 1e20, 3e38, np.inf, np.nan], jnp.float32)
+    directions = jnp.broadcast_to(jnp.eye(3, dtype=jnp.float32)[0], (5, 3))
+    x = fast(von_mises_fisher)(jax.random.key(0), directions, k)
+    np.testing.assert_allclose(x[:4], directions[:4], atol=1e-6)
+    assert np.isnan(x[4]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_the_device_takes_for_zero(dtype):
+    weights = jnp.asarray(np.asarray([1e-40, 1], np.float64), dtype)
+    means = normal(0, 2, 3, dtype=dtype)
+    mixture = score.GaussianMixture(means, jnp.ones(2, dtype), weights)
+    least = float(np.log(np.asarray(weights, np.float64)[0]))
+    np.testing.assert_allclose(mixture.log_prior, [least, 0], rtol=4e-3)
+    q = jnp.asarray([[0.0, 1.0], [0.5, 0.5]], jnp.float32)
+    elbo = mixture.elbo(means, q)
+    assert np.isfinite(elbo).all()
+    np.testing.assert_allclose(elbo[0], mixture.log_likelihoods(means)[0, 1], rtol=1e-6)
+
+
+def test_the_elbo_where_a_component_is_beyond_the_type():
+    means = jnp.asarray([[1e200, 0.0], [0.0, 0.0]])
+    mixture = score.GaussianMixture(means, jnp.ones(2))
+    x, q = means[1:], jnp.asarray([[0.0, 1.0]])
+    np.testing.assert_allclose(mixture.elbo(x, q), mixture.log_density(x), rtol=1e-14)
+    assert mixture.elbo(-means[:1], q) == -np.inf
+
+
 def test_posteriors_of_sharp_mixtures_in_float32():
     # Concentrations at which log C alone, of size 3e4, would lose all that tells components apart.
     natural = normal(0, 6, 8192, scale=2 / 8192**0.5) * jnp.linspace(0.8, 1.2, 6)[:, None]
@@ -319,3 +387,12 @@ def test_mixtures_refuse_what_is_wrong():
         mixture.elbo(means, q[:2])
     with pytest.raises(ValueError, match="sums to nan"):
         score.consistency_loss(mixture, means, q * jnp.nan)
+    for which in (mixture, score.GaussianMixture(means, k), score.SoftmaxPosterior(means)):
+        density = getattr(which, "log_density", which)
+        for wrong in (means[:, :3], means[0], means.astype(int)):
+            with pytest.raises(ValueError, match=r"x must be floats of shape \(tokens, 4\)"):
+                density(wrong)
+        with pytest.raises(ValueError, match="x must be an array, got list"):
+            density([[1.0] * 4])
+    with pytest.raises(ValueError, match=r"x must be floats of shape \(tokens, 4\)"):
+        mixture.elbo(means[:, :3], q)

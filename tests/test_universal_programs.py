@@ -1,6 +1,8 @@
 """Programs: for any shape and input, over token ids, for checkpoints, and what they hold."""
 
 import functools
+import json
+import re
 from dataclasses import replace
 
 import jax
@@ -136,6 +138,29 @@ def test_programs_compose_with_tables():
         ut.reprogram(machine, table, program=E[:, 1:])
     with pytest.raises(ValueError, match="token_table must be a table of floating-point rows"):
         ut.reprogram(machine, jnp.ones((3, 44), int))
+    narrow = table.astype(jnp.float32)
+    for call, message in (
+        (lambda: ut.reprogram(machine, table.at[1].set(jnp.nan) @ E), "token_table is not finite"),
+        (lambda: ut.reprogram(machine, table @ E, places @ E * jnp.inf), "position_table is not f"),
+        (lambda: ut.reprogram(machine, table, program=E * jnp.nan), "program is not finite"),
+        (
+            lambda: ut.reprogram(machine, narrow, program=E),
+            "program is float64, but token_table is",
+        ),
+        (
+            lambda: ut.reprogram(machine, narrow @ E.astype(jnp.float32), places @ E),
+            "position_table is float64, but token_table is float32",
+        ),
+        (
+            lambda: ut.reprogram(wanted, narrow),
+            "token_table is float32, but the transformer's weights float64",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    # Lists will do.
+    listed = ut.reprogram(machine, table.tolist(), program=E.tolist())
+    assert np.array_equal(listed.tokens[...], ut.reprogram(machine, table, program=E).tokens[...])
 
 
 @pytest.mark.parametrize("family", ["llama", "albert"])
@@ -209,8 +234,15 @@ def test_mismatches_say_what_is_needed(make, options, message):
     wanted = target(
         0, tuple(sizes.values()), **{k: v for k, v in options.items() if k not in sizes}
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         ut.program(machine, wanted)
+    # And what it says is so.
+    hint = re.search(r"ut\.sparse\((.*)\) is one, (\d+) columns", str(refused.value))
+    numbers = [int(n) for n in re.findall(r"(?<!\w)\d+", hint[1])]
+    named = {k: json.loads(v.lower()) for k, v in re.findall(r"(\w+)=([^,]+)", hint[1])}
+    advised = ut.sparse(*numbers, **named)
+    assert advised.width == int(hint[2])
+    assert ut.solve(advised, wanted).residual == 0
 
 
 @functools.cache
@@ -306,6 +338,10 @@ def test_attention_matching_finds_the_head_that_differs():
     assert broken.output > 1e-4
     with pytest.raises(ValueError, match=r"program must have shape \(4, 44\), got \(4, 43\)"):
         ut.attention_matching(machine, wanted, x, program=E[:, 1:])
+    with pytest.raises(ValueError, match="program is float32, but x is float64"):
+        ut.attention_matching(machine, wanted, x, program=E.astype(jnp.float32))
+    listed = ut.attention_matching(machine, wanted, x.tolist(), program=E.tolist())
+    assert listed.output == exact.output
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

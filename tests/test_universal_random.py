@@ -151,8 +151,52 @@ def test_square_queries_and_keys():
     # A machine that forgets its tokens has no program.
     empty = jax.tree.map(lambda leaf: leaf, found)
     empty.value = nnx.Param(0 * found.value[...])
-    with pytest.warns(UserWarning, match=f"square R_Q and R_K that takes about {equations // 2}"):
+    with pytest.warns(UserWarning, match="are independent; its equations are dependent"):
         ut.program(empty, wanted)
+    narrow = machine(1, 0.5, sizes=sizes, square=True)
+    with pytest.warns(UserWarning, match=f"square R_Q and R_K that takes {equations // 2} col"):
+        ut.program(narrow, wanted)
+
+
+def test_square_machines_as_wide_as_the_targets_heads():
+    sizes = (1, 1, 1, 5, 2)
+    wanted, found = target(0, sizes), machine(1, 5 / 3, sizes=sizes, square=True)
+    assert found.width == found.head_width == wanted.head_width == 5
+    solved = ut.solve(found, wanted)
+    assert solved.residual < 1e-13
+    assert solved.rank == solved.equations == 3
+    assert error(solved, wanted, tokens(1, 6, 1))(found) < 1e-11
+
+
+def test_local_minima_are_left_for_another_start(monkeypatch):
+    sizes, turns = (1, 1, 2, 1, 1), range(12)
+    pairs = [(machine(n, 1, sizes=sizes, square=True), target(n, sizes)) for n in turns]
+    several = np.array([ut.solve(*pair).residual for pair in pairs])
+    monkeypatch.setattr("universal.square.STARTS", 1)
+    single = np.array([ut.solve(*pair).residual for pair in pairs])
+    print(single, several)
+    assert ((single > 1e-9) & (several < 1e-9)).any()
+    assert np.array_equal(single[single < 1e-9], several[single < 1e-9])
+    assert (several <= single).all()
+
+
+def test_dependent_equations_have_no_finite_condition_number():
+    wanted, found = target(3, SIZES), machine(4)
+    arrays = [np.array(kernel[...]) for kernel in found.maps]
+    arrays[1] = arrays[0]  # keys are queries
+    solved = ut.solve(ut.AttentionTransformer(*arrays), wanted)
+    assert solved.rank < solved.equations <= found.width
+    assert solved.condition == np.inf
+    with pytest.warns(UserWarning, match="are independent; its equations are dependent"):
+        ut.program(ut.AttentionTransformer(*arrays), wanted)
+    assert ut.solve(machine(4, 0.5), wanted).condition == np.inf
+
+
+def test_programs_that_the_targets_type_cannot_hold_are_refused():
+    wanted = target(3, SIZES, dtype=np.float16)
+    weak = ut.sparse(*SIZES, scale=1e-7)
+    with pytest.raises(ValueError, match=r"program is not finite in float16.* reach \d\.\de\+0"):
+        ut.program(weak, wanted)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +205,10 @@ def test_square_queries_and_keys():
         (dict(kind="single"), "kind must be one of 'untied', 'looped', 'residual', got 'single'"),
         (dict(law="cauchy"), "law must be one of 'gaussian', 'uniform', 'orthogonal'"),
         (dict(slack=0), "slack must be positive and finite, got 0"),
+        (
+            dict(law="orthogonal", slack=1 / 32),
+            "there are: 2 columns, not 1; slack = 0.0312 is too",
+        ),
         (dict(kind="looped", square=True), "square machines are of kind 'untied', not 'looped'"),
     ],
 )
@@ -172,3 +220,5 @@ def test_wrong_machines_are_refused(options, message):
 def test_what_does_not_fit_says_what_it_would_take():
     with pytest.raises(MemoryError, match=r"a random machine of \d+ columns would take .* TB"):
         ut.random(jax.random.key(0), 6, 8, 64, 64, 64)
+    with pytest.raises(MemoryError, match=r"of about 10\^362 columns would take 10\^730 bytes"):
+        ut.random(jax.random.key(0), 200, 64, 4, 4, 4)

@@ -9,8 +9,9 @@ import pytest
 from flows import fast
 from universal_cases import formula, observe, relative, target, tokens
 
+import svflow as sv
 import universal as ut
-from universal.maps import live_columns
+from universal.maps import live_columns, routed_columns
 from universal.sizes import KINDS
 
 LAYERS, HEADS, WIDTHS = range(1, 7), range(1, 5), range(1, 9)
@@ -118,7 +119,7 @@ def test_entries_are_zero_or_one(kind):
         assert machine.jumps == ()
     else:
         assert machine.query.shape[0] == 3
-    # What has been read is dropped: after layer j, of N columns there are those of paths to go.
+    # What has been read is zero then: after layer j, of N columns there are those of paths to go.
     live = [len(layer.to) for layer in live_columns(machine.value, 3, machine.residual)]
     # Of 2 heads with 2 columns a query and 2 an output: 8 of queries and keys at every node.
     if kind in ("untied", "looped"):
@@ -129,6 +130,32 @@ def test_entries_are_zero_or_one(kind):
         assert live == [8 * (1 + 3) + 2 * 9, 8 + 2 * 3, 2]
     if kind in ("single", "compressed"):
         assert live == [machine.width] * 3
+    # Each layer routes what it writes of any state; a looped machine's does not wear out.
+    routed = [len(layer.to) for layer in routed_columns(machine.value)]
+    assert routed == (live if machine.value.ndim == 4 else live[:1])
+
+
+@pytest.mark.parametrize("kind", ["single", "untied", "looped", "residual"])
+def test_velocities_are_those_of_the_dense_view(kind):
+    # At any time and state, not only at the whole layers of a program's simulation.
+    machine = ut.sparse(3, 1 if kind == "single" else 2, 2, 2, 2, kind=kind)
+    y = tokens(0, 4, machine.width)
+
+    @fast
+    def all_of(dense, y):
+        found = []
+        for flow in (machine, dense):
+            velocities = [flow.velocity(t, y) for t in (0, 0.7, 1, 2)]
+            velocities.append(jax.vmap(flow.velocity, (0, None))(jnp.arange(-1, 4), y))
+            halves, late = sv.simulate(flow, y, dt=0.5).xs, sv.simulate(flow, y, t0=1).xs
+            found.append([*velocities, halves, late])
+        return found
+
+    ours, dense = all_of(machine.dense(), y)
+    for a, b in zip(ours, dense):
+        assert relative(a, b) < 1e-14
+    for part, layer in zip(ours[4], (0, 0, 1, 2, 2)):  # out of range: the first and the last
+        assert relative(part, machine.velocity(layer, jnp.asarray(y))) < 1e-14
 
 
 def test_widths():
@@ -164,3 +191,8 @@ def test_wrong_machines_are_refused(make, message):
 def test_what_does_not_fit_says_what_it_would_take():
     with pytest.raises(MemoryError, match=r"8092576988671488 columns.* TB"):
         ut.sparse(12, 12, 768, 64, 768)
+    # 2 4 64^200 + 4 64^200 columns, and so on: more than a float can hold, or than has few digits.
+    with pytest.raises(MemoryError, match=r"of about 10\^362 columns.* 10\^367 bytes"):
+        ut.sparse(200, 64, 4, 4, 4)
+    with pytest.raises(MemoryError, match=r"of about 10\^7226 columns.* 10\^7232 bytes"):
+        ut.sparse(8000, 8, 4, 4, 4)

@@ -130,6 +130,19 @@ def test_hardmax_shares_ties_and_machines_agree():
     np.testing.assert_allclose(formula(sharp, x)[1], weights, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_hardmax_of_a_narrow_type_attends_to_the_largest_logit(dtype):
+    wanted = target(2, (1, 2, 4, 3, 2), dtype=dtype, hardmax=True)
+    x = jnp.asarray(tokens(1, 6, 4), dtype)[np.array([0, 1, 2, 3, 4, 1])]
+    query, key = (np.asarray(a, np.float64) for a in fast(wanted.reads)(0, x))
+    logits = np.einsum("ihk,jhk->hij", query, key)
+    largest = logits == logits.max(axis=-1, keepdims=True)
+    weights = fast(lambda x: wanted.attention(0, x))(x)
+    assert weights.dtype == dtype
+    assert np.array_equal(np.asarray(weights, float), largest / largest.sum(-1, keepdims=True))
+    assert largest.sum(axis=-1).max() == 2  # the token that occurs twice
+
+
 def test_padding_is_not_seen():
     wanted, machine = target(2, (2, 2, 4, 3, 2)), ut.sparse(2, 2, 4, 3, 2)
     x, E = tokens(1, 6, 4), ut.program(machine, wanted)
@@ -185,6 +198,14 @@ def test_a_layer_goes_by_its_number():
     assert relative(weights, attended) < 1e-13
     # Outside a trace.
     assert relative(machine.step(jnp.asarray(1), x), known) < 1e-14
+    # Out of range, where arrays are indexed: the first and the last.
+    dense = machine.dense()
+    layers = jnp.arange(-2, 5)
+    found = fast(jax.vmap(lambda layer, x: dense.reads(layer, x)[0], (0, None)))(layers, x)
+    for query, layer in zip(found, (0, 0, 0, 1, 1, 1, 1)):
+        assert relative(query, dense.reads(layer, x)[0]) < 1e-14
+    # Lists will do.
+    assert np.array_equal(ut.run(machine, x.tolist()), ut.run(machine, x))
 
 
 def arrays(**shapes):
@@ -242,6 +263,18 @@ def test_wrong_values_and_inputs_are_refused():
         ValueError, match="transformer must be an AttentionTransformer, got ndarray"
     ):
         ut.run(np.ones(3), np.ones((5, 4)))
+    narrow = [a.astype(np.float32) for a in arrays()]
+    with pytest.raises(ValueError, match=r"scale = 1e\+39 is not finite in float32"):
+        ut.AttentionTransformer(*narrow, scale=1e39)
+    with pytest.raises(ValueError, match=r"scale = 1e\+39 is not finite in float32"):
+        ut.sparse(*SIZES, scale=1e39).attention(0, jnp.ones((2, 100), jnp.float32))
+    with pytest.raises(ValueError, match="x is float64, but the transformer's weights float32"):
+        ut.run(ut.AttentionTransformer(*narrow), np.ones((5, 4)))
+    for layer in (0.5, jnp.asarray(1.0), [0]):
+        with pytest.raises(ValueError, match="layer must be one integer, got"):
+            machine.attention(layer, jnp.ones((5, 100)))
+        with pytest.raises(ValueError, match="layer must be one integer, got"):
+            machine.reads(layer, jnp.ones((5, 100)))
     with pytest.raises(ValueError, match=r"context.mask has shape \(4,\)"):
         machine.attention(0, jnp.ones((5, 100)), sv.Context(mask=jnp.ones(4, bool)))
     with pytest.raises(MemoryError, match="the dense view of a machine of 1024 columns"):

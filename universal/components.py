@@ -46,8 +46,7 @@ class Blocks(Flow):
 
     Raises:
         ValueError: shapes that do not fit; a feed-forward layer without a residual, which would
-            replace the state; LayerNorm without a residual around a looped machine, whose columns
-            that have been shifted out would not stay zero.
+            replace the state; gain, bias or final without LayerNorm.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Blocks(Flow):
 
     def _check(self, gain, bias, final, up, down) -> None:
         depth, width = self.depth, self.width
-        value = self.attention.value
         if (up is None) != (down is None):
             raise ValueError("a feed-forward layer needs both up and down")
         wanted: dict[str, tuple[Any, tuple[int, ...]]] = dict(final=(final, (2, width)))
@@ -85,10 +83,6 @@ class Blocks(Flow):
         for name, (array, shape) in wanted.items():
             if array is not None and jnp.shape(array) != shape:
                 raise ValueError(f"{name} must have shape {shape}, got {jnp.shape(array)}")
-        if self.norm and not self.attention.residual and isinstance(value, Routing):
-            live = live_columns(value, depth, False)
-            if any(len(layer.to) < width for layer in live) and value.ndim == 3:
-                raise ValueError("LayerNorm around a looped machine needs a residual")
         if not self.norm and any(array is not None for array in (gain, bias, final)):
             raise ValueError("gain, bias and final belong to LayerNorm: norm is False")
 
@@ -211,8 +205,11 @@ class Recipe:
             kind = "untied" if self.routing == "single" else self.routing
             made = random(attend, *sizes, slack=1.0, kind=kind)
         width, depth, dtype = made.width, made.depth, jnp.result_type(float)
+        maps: list[Any] = [k if isinstance(k, Routing) else k[...] for k in made.maps]
         attention = AttentionTransformer(
-            *(kernel if isinstance(kernel, Routing) else kernel[...] for kernel in made.maps[:3]),
+            maps[0],
+            maps[1],
+            maps[2],
             Routing(np.arange(self.out_width), width),  # no leaf: the output is learnt elsewhere
             depth=depth if made.tied else None,
             causal=self.causal,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from svflow import Context, simulate
 from universal.paths import Slot, is_routed, path_sources, slots
 from universal.program import program as program_of
-from universal.transformer import AttentionTransformer, check_state, check_transformer
+from universal.transformer import AttentionTransformer, check_state, check_transformer, check_type
 
 
 class Register(NamedTuple):
@@ -107,14 +107,18 @@ def attention_matching(
         context: padding; padded tokens are compared as well.
 
     Raises:
-        ValueError: as `universal.program` and `universal.run`.
+        ValueError: as `universal.program` and `universal.run`; a program of another type.
     """
-    E = program_of(machine, target) if program is None else program
+    E = program_of(machine, target) if program is None else jnp.asarray(program)
+    x = jnp.asarray(x)
     check_state(target, x)
     if E.shape != (target.width, machine.width):
         raise ValueError(
             f"program must have shape ({target.width}, {machine.width}), got {E.shape}"
         )
+    if E.dtype != x.dtype:
+        raise ValueError(f"program is {E.dtype}, but x is {x.dtype}")
+    check_type(machine, "program", E.dtype)
     ours, theirs = _look(machine, x @ E, context), _look(target, x, context)
     logits, attention, output = (np.abs(a - b) for a, b in zip(ours, theirs))
     sizes = [np.abs(b).max(axis=axes) for b, axes in ((theirs[0], (2, 3)), (theirs[2], None))]

@@ -125,11 +125,21 @@ class Live(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
+def routed_columns(value: Routing) -> tuple[Live, ...]:
+    """What each layer routes, of any state; a single entry for layers that share their maps."""
+    found = []
+    for sources in value.sources.reshape(-1, *value.sources.shape[-2:]):
+        written = np.any(sources >= 0, axis=0)
+        found.append(Live(np.flatnonzero(written), sources[:, written]))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
 def live_columns(value: Routing, depth: int, residual: bool) -> tuple[Live, ...]:
-    """What each layer has to route: columns that were zero before it stay out.
+    """Where the states after each of the layers 0, 1, ... can be other than zero, from any start.
 
     A routing without a layer axis wears out over depth all the same: in a looped machine what has
-    been read is shifted out.
+    been read is shifted out. It holds for whole layers in order, which a velocity knows nothing of.
     """
     found = []
     alive: np.ndarray = np.ones(value.width, bool)
@@ -142,12 +152,10 @@ def live_columns(value: Routing, depth: int, residual: bool) -> tuple[Live, ...]
     return tuple(found)
 
 
-def sources_of(
-    value: Map, layer, x: Float[Array, "tokens width"], depth: int, residual: bool
-) -> Float[Array, "sources live"]:
+def sources_of(value: Map, layer, x: Float[Array, "tokens width"]) -> Float[Array, "sources live"]:
     """x R_V of every head, one below the other: (heads tokens, live)."""
     if isinstance(value, Routing):
-        columns = live_columns(value, depth, residual)[layer].sources
+        columns = routed_columns(value)[layer if value.ndim == 4 else 0].sources
         stack = gather(x, columns.reshape(-1)).reshape(x.shape[0], *columns.shape)
     else:
         here = at_layer(value, layer)
@@ -155,13 +163,11 @@ def sources_of(
     return stack.transpose(1, 0, 2).reshape(-1, stack.shape[-1])
 
 
-def spread(
-    value: Map, layer, mixed: Float[Array, "tokens live"], depth: int, residual: bool
-) -> Float[Array, "tokens width"]:
+def spread(value: Map, layer, mixed: Float[Array, "tokens live"]) -> Float[Array, "tokens width"]:
     """The columns that a layer wrote, in their places among zeros."""
     if not isinstance(value, Routing):
         return mixed
-    to = live_columns(value, depth, residual)[layer].to
+    to = routed_columns(value)[layer if value.ndim == 4 else 0].to
     back = np.full(value.width, -1)
     back[to] = np.arange(len(to))
     return gather(mixed, back)

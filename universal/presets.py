@@ -90,11 +90,11 @@ def _tiny() -> Preset:
 def _small() -> Preset:
     """Shorter sequences, fewer hops, narrower machines: minutes on two cores."""
     settings = Settings(
-        steps=800, batch=64, learning_rate=1e-2, warmup=50, every=100, validation=512
+        steps=500, batch=64, learning_rate=1e-2, warmup=50, every=100, validation=512
     )
     dyck = dyck1_task(8), settings, Recipe("sparse", 2, 2, 4, 4)
     hop = k_hop_task(20, 3, (0, 2)), settings, Recipe("sparse", 3, 2, 4, 4)
-    return Preset(_table(dyck, hop, 128), 2)
+    return Preset(_table(dyck, hop, 64), 2)
 
 
 def _paper() -> Preset:

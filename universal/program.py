@@ -18,16 +18,14 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, ArrayLike, Float
 
-from svflow.memory import check_memory
+from svflow.memory import check_memory, magnitude
 from universal.paths import is_routed, path_columns, path_sources
-from universal.sizes import machine_width, square_width
-from universal.square import solve_square
+from universal.sizes import machine_width
+from universal.square import OFF, solve_square, square_equations
 from universal.transformer import AttentionTransformer, check_transformer
 
 ILL = 1e12
 """The condition number above which `program` warns."""
-OFF = 1e-9
-"""The relative residual above which `program` warns."""
 
 
 class Solution(NamedTuple):
@@ -36,7 +34,8 @@ class Solution(NamedTuple):
     Arguments:
         program: (width, machine) E, in the target's type; solved for in float64.
         condition: the condition number of the equations in E: 1 where each is one of E's columns;
-            infinite where they are dependent. With square R_Q, R_K that of their Jacobian at E.
+            infinite where they are dependent, their rank below their number. With square R_Q, R_K
+            that of their Jacobian at E.
         residual: |E Gamma - Delta| / |Delta| in Frobenius norms, before E is rounded to its type.
         rank: how many of the equations are independent.
         equations: how many there are for each row of E, the columns of Gamma: the least width
@@ -65,7 +64,8 @@ def program(
         (width of the target, width of the machine) in the target's type.
 
     Raises:
-        ValueError: a target that this machine does not serve, with what it would take.
+        ValueError: a target that this machine does not serve, with what it would take; entries
+            that are not finite in the target's type.
         MemoryError: equations that do not fit.
     """
     found = solve(machine, target)
@@ -73,13 +73,13 @@ def program(
         warnings.warn(
             f"this machine of width {machine.width} does not simulate the target: the relative "
             f"residual is {found.residual:.1e}, and of its {found.equations} equations "
-            f"{found.rank} are independent; {_advice(machine, target)}",
+            f"{found.rank} are independent; {_advice(machine, target, found)}",
             stacklevel=2,
         )
     elif not found.condition <= ILL:
         warnings.warn(
             f"the program is ill conditioned: condition number {found.condition:.1e}, relative "
-            f"residual {found.residual:.1e}; a wider machine has a better one",
+            f"residual {found.residual:.1e}; {_advice(machine, target, found)}",
             stacklevel=2,
         )
     return jnp.asarray(found.program)
@@ -103,15 +103,15 @@ def solve(machine: AttentionTransformer, target: AttentionTransformer) -> Soluti
             raise ValueError(f"the {name}'s weights must be known: a program is solved on the host")
     sources = path_sources(machine) if is_routed(machine) else np.empty(0, int)
     compressed = _is_compressed(machine, target, sources)
-    square = machine.head_width == machine.width != target.head_width
+    square = _is_square(machine)
     _check_pair(machine, target, any_head_width=compressed or square)
     # Equal logits are all it takes: the program makes up for another scale.
     factor = target.scale / machine.scale if target.scale else 0.0
     count = _equations(target)
-    check_memory(f"a program of {count} columns", 24 * count * target.width, None)
+    check_memory(f"a program of {magnitude(count)} columns", 24 * count * target.width, None)
     if compressed:
         found = _compressed(machine, target, factor, sources)
-    elif square:
+    elif machine.head_width != target.head_width:
         found = Solution(*solve_square(machine, target, factor))
     elif sources.size and _distinct(sources):
         E = np.zeros((target.width, machine.width))
@@ -119,14 +119,35 @@ def solve(machine: AttentionTransformer, target: AttentionTransformer) -> Soluti
         found = Solution(E, 1.0, 0.0, count, count)
     else:
         found = _least_squares(machine, target, factor)
-    return found._replace(program=jnp.asarray(found.program, target.dtype))
+        if square and not found.residual <= OFF:  # the products take less than both factors
+            found = Solution(*solve_square(machine, target, factor))
+    with np.errstate(over="ignore"):
+        E = np.asarray(found.program).astype(target.dtype)
+    if not np.isfinite(E).all():
+        raise ValueError(
+            f"the program is not finite in {E.dtype}, the target's type: its entries reach "
+            f"{np.abs(found.program).max():.1e}; a machine of a larger scale, or a target of a "
+            "wider type, has another"
+        )
+    return found._replace(program=jnp.asarray(E))
 
 
-def _advice(machine: AttentionTransformer, target: AttentionTransformer) -> str:
-    if machine.head_width == machine.width != target.head_width:
-        needed = square_width(target.depth, target.heads, target.width, target.out_width)
-        return f"with square R_Q and R_K that takes about {needed} columns for this width"
-    return f"that takes {_equations(target)} columns, or somewhat more"
+def _is_square(machine: AttentionTransformer) -> bool:
+    return machine.head_width == machine.width
+
+
+def _advice(machine: AttentionTransformer, target: AttentionTransformer, found: Solution) -> str:
+    needed, about = _equations(target), ""
+    if _is_square(machine):
+        needed = square_equations(target) // target.width
+        about = "with square R_Q and R_K "
+    if machine.width < needed:
+        return f"{about}that takes {magnitude(needed)} columns, or somewhat more"
+    if found.rank < found.equations:
+        return "its equations are dependent"
+    if not found.residual <= OFF:
+        return f"{about}the search ended in local minima: a wider machine has fewer"
+    return "a wider machine has a better one"
 
 
 def _equations(target: AttentionTransformer) -> int:
@@ -185,7 +206,7 @@ def _least_squares(machine, target, factor) -> Solution:
     E = X.T
     size = np.linalg.norm(Delta)
     residual = np.linalg.norm(E @ Gamma - Delta) / (size if size else 1)
-    condition = sigma[0] / sigma[-1] if sigma[-1] else np.inf
+    condition = sigma[0] / sigma[-1] if rank == count else np.inf
     return Solution(E, float(condition), float(residual), int(rank), count)
 
 
@@ -209,8 +230,10 @@ def _check_pair(machine, target, *, any_head_width: bool) -> None:
         wrong.append("a scale other than 0")
     if wrong:
         sizes = target.depth, target.heads, target.width, target.head_width, target.out_width
-        call = ", ".join([*map(str, sizes), *(['kind="residual"'] if target.residual else [])])
+        options = ['kind="residual"'] if target.residual else []
+        options += [f"{name}=True" for name in ("causal", "hardmax") if getattr(target, name)]
+        call = ", ".join([*map(str, sizes), *options])
         raise ValueError(
             f"the target needs a machine of {'; '.join(wrong)}: ut.sparse({call}) is one, "
-            f"{_equations(target)} columns wide"
+            f"{magnitude(_equations(target))} columns wide"
         )

@@ -7,12 +7,13 @@ is the number of equations, and why, is derived here.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from svflow.memory import check_memory
+from svflow.memory import check_memory, magnitude
 from universal.sizes import check_kind, machine_width, positive, square_width
 from universal.transformer import AttentionTransformer
 
@@ -56,7 +57,7 @@ def random(
 
     Raises:
         ValueError: an unknown kind or law, numbers that are not positive, square with a kind
-            other than "untied".
+            other than "untied", orthonormal columns more than the machine is wide.
         MemoryError: where the weights do not fit.
     """
     check_kind(kind, KINDS)
@@ -70,12 +71,18 @@ def random(
             raise ValueError(f"square machines are of kind 'untied', not {kind!r}")
         least = square_width(layers, heads, width, out_width)
     width = positive("width", width)
-    m = math.ceil(slack * least - 1e-9 * least)  # slack may be a quotient by N, rounded
+    # slack may be a quotient by N, rounded; in integers, as N may exceed what floats can hold.
+    m = max(1, math.ceil((Fraction(float(slack)) - Fraction(1, 10**9)) * least))
     lead = (heads,) if kind == "looped" else (layers, heads)
     read = m if square else head_width
+    if law == "orthogonal" and m < max(read, out_width):
+        raise ValueError(
+            f"orthonormal columns need a machine at least as wide as there are: "
+            f"{max(read, out_width)} columns, not {magnitude(m)}; slack = {slack:.3g} is too small"
+        )
     dtype = jnp.result_type(float)
     entries = math.prod(lead) * m * (m + 2 * read) + m * out_width
-    check_memory(f"a random machine of {m} columns", 2 * entries * dtype.itemsize, None)
+    check_memory(f"a random machine of {magnitude(m)} columns", 2 * entries * dtype.itemsize, None)
     keys = jax.random.split(key, 4)
     shapes = [(*lead, m, read), (*lead, m, read), (*lead, m, m), (m, out_width)]
     return AttentionTransformer(

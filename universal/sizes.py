@@ -55,7 +55,7 @@ def machine_width(
     if kind == "compressed":
         return (layers + 1) * width + out_width
     children = heads + (kind == "residual")
-    inner = sum(children**layer for layer in range(layers))
+    inner = _geometric(children, layers)
     return 2 * heads * head_width * inner + out_width * children**layers
 
 
@@ -69,8 +69,12 @@ def square_width(layers: int, heads: int, width: int, out_width: int) -> int:
     """
     layers, heads = positive("layers", layers), positive("heads", heads)
     width, out_width = positive("width", width), positive("out_width", out_width)
-    pairs = sum(heads ** (2 * layer) for layer in range(layers))
-    return width * heads * pairs + out_width * heads**layers
+    return width * heads * _geometric(heads**2, layers) + out_width * heads**layers
+
+
+def _geometric(base: int, terms: int) -> int:
+    """1 + base + base^2 + ..."""
+    return terms if base == 1 else (base**terms - 1) // (base - 1)
 
 
 def check_kind(kind: str, kinds: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from svflow.memory import check_memory
+from svflow.memory import check_memory, magnitude
 from universal.maps import Routing
 from universal.sizes import machine_width, positive
 from universal.transformer import AttentionTransformer
@@ -50,7 +50,7 @@ def sparse(
     width = positive("width", width)
     size = machine_width(layers, heads, head_width, out_width, kind, width=width)
     check_memory(
-        f"the {kind} machine of {size} columns and a program for it",
+        f"the {kind} machine of {magnitude(size)} columns and a program for it",
         size * (8 * layers * heads + 24 * width),
         None,
     )

@@ -6,7 +6,7 @@ those of the target if, for every layer and head and every two paths p and p' be
     scale_M E R_p R_Q R_K^T R_p'^T E^T = scale_T V_p W_Q W_K^T V_p'^T,
 
 quadratic equations in E; the output's are linear, E R_p U = V_p W_U. They are solved together by
-the method of Levenberg and Marquardt, from a Gaussian start.
+the method of Levenberg and Marquardt, from Gaussian starts: some of them end in a local minimum.
 
 Axes: `paths`; `width`; `machine`, the state of the machine.
 
@@ -25,9 +25,11 @@ import optimistix
 
 from svflow.memory import check_memory
 from universal.maps import Routing, at_layer
-from universal.sizes import square_width
 
 STEPS = 500
+STARTS = 5
+OFF = 1e-9
+"""The relative residual up to which equations count as solved."""
 
 
 def solve_square(machine, target, factor: float):
@@ -41,13 +43,12 @@ def solve_square(machine, target, factor: float):
         MemoryError: a Jacobian that does not fit.
     """
     d, m = target.width, machine.width
-    equations = d * square_width(target.depth, target.heads, d, target.out_width)
+    equations = square_equations(target)
     check_memory(
         f"the Jacobian of a program's {equations} equations in {d * m} unknowns",
         8 * 4 * equations * d * m,
         None,
     )
-    start = np.random.default_rng(0).normal(size=(d, m))
     with (
         jax.enable_x64(True),
         jax.default_matmul_precision("highest"),
@@ -57,17 +58,30 @@ def solve_square(machine, target, factor: float):
         args = (_arrays(machine), wanted)
         function = _Mismatch(machine.residual)
         solver: Any = optimistix.LevenbergMarquardt(rtol=1e-13, atol=1e-13)
-        found: Any = optimistix.least_squares(
-            function, solver, jnp.asarray(start), args, max_steps=STEPS, throw=False
-        )
-        E = np.asarray(found.value)
-        left, J, wanted = map(np.asarray, (*_linearised(function, found.value, args), wanted))
-    size = np.linalg.norm(wanted)
-    residual = float(np.linalg.norm(left) / (size if size else 1))
+        size = np.linalg.norm(np.asarray(wanted)) or 1.0
+        residual = np.inf
+        for seed in range(STARTS):
+            start = jnp.asarray(np.random.default_rng(seed).normal(size=(d, m)))
+            end: Any = optimistix.least_squares(
+                function, solver, start, args, max_steps=STEPS, throw=False
+            )
+            off = float(np.linalg.norm(np.asarray(function(end.value, args))) / size)
+            if seed == 0 or off < residual:
+                best, residual = end.value, off
+            if residual <= OFF:
+                break
+        E, J = np.asarray(best), np.asarray(_jacobian(function, best, args))
     sigma = np.linalg.svd(J.reshape(equations, d * m), compute_uv=False)
     rank = int(np.sum(sigma > sigma[0] * max(equations, d * m) * np.finfo(np.float64).eps))
-    condition = float(sigma[0] / sigma[-1]) if sigma[-1] else np.inf
+    condition = float(sigma[0] / sigma[-1]) if rank == equations else np.inf
     return E, condition, residual, rank, equations
+
+
+def square_equations(target) -> int:
+    """The number of equations: of every two paths before each layer, and of the outputs."""
+    paths, d = target.heads + target.residual, target.width
+    pairs = sum(paths ** (2 * layer) for layer in range(target.depth))
+    return d * (d * target.heads * pairs + target.out_width * paths**target.depth)
 
 
 class _Mismatch:
@@ -118,5 +132,5 @@ _wanted = jax.jit(_products, static_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _linearised(function, E, args):
-    return function(E, args), jax.jacrev(function)(E, args)
+def _jacobian(function, E, args):
+    return jax.jacrev(function)(E, args)

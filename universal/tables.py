@@ -5,14 +5,16 @@ Axes: `tokens`; `vocab`; `width`, the machine's.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from svflow import Context
 from svflow.flow import check_context
 from svflow.models.transformer import indices_of, rows_of, token_positions
-from universal.transformer import AttentionTransformer, check_transformer, run
+from universal.transformer import AttentionTransformer, check_transformer, check_type, run
 
 
 class TableMachine(nnx.Module):
@@ -78,13 +80,17 @@ def reprogram(
         program: E, where the tables are those of a target; they are then table @ E.
 
     Raises:
-        ValueError: tables or a program of wrong shapes, by the width that is needed.
+        ValueError: tables or a program of wrong shapes, by the width that is needed, of different
+            types, or not finite.
     """
     check_transformer(machine, "machine")
     tokens = _table("token_table", token_table, machine, program)
     if position_table is None:
         return TableMachine(machine, tokens, None)
-    return TableMachine(machine, tokens, _table("position_table", position_table, machine, program))
+    places = _table("position_table", position_table, machine, program)
+    if places.dtype != tokens.dtype:
+        raise ValueError(f"position_table is {places.dtype}, but token_table is {tokens.dtype}")
+    return TableMachine(machine, tokens, places)
 
 
 def _table(name: str, given, machine: AttentionTransformer, program) -> Array:
@@ -94,6 +100,8 @@ def _table(name: str, given, machine: AttentionTransformer, program) -> Array:
         raise ValueError(
             f"{name} must be a table of floating-point rows, got {table.dtype} {table.shape}"
         )
+    _finite(name, table)
+    check_type(machine, name, table.dtype)
     if program is not None:
         E = jnp.asarray(program)
         if E.shape != (table.shape[1], machine.width):
@@ -101,6 +109,9 @@ def _table(name: str, given, machine: AttentionTransformer, program) -> Array:
                 f"program must have shape ({table.shape[1]}, {machine.width}) for this {name} and "
                 f"machine, got {E.shape}"
             )
+        if E.dtype != table.dtype:
+            raise ValueError(f"program is {E.dtype}, but {name} is {table.dtype}")
+        _finite("program", E)
         table = jnp.matmul(table, E, precision="highest")
     if table.shape[1] != machine.width:
         raise ValueError(
@@ -108,3 +119,8 @@ def _table(name: str, given, machine: AttentionTransformer, program) -> Array:
             "table @ E, or the program E as well"
         )
     return table
+
+
+def _finite(name: str, array: Array) -> None:
+    if not isinstance(array, jax.core.Tracer) and not np.isfinite(np.asarray(array)).all():
+        raise ValueError(f"{name} is not finite")

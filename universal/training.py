@@ -142,7 +142,7 @@ class Trained(NamedTuple):
             and frozen, that flow.
         test: the accuracy on fresh sequences at the end, one per seed.
         losses: (steps, seeds) of the steps that were taken.
-        evaluated: (evaluations,) the steps of the evaluations.
+        evaluated: (evaluations,) after how many steps they were made, 0 the first.
         validation: (evaluations, seeds) their accuracies.
         seconds: what training took, over all runs that it was continued in.
         settings: what `train` was asked.

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from svflow.plotting import COLOURS, MARKERS, PLAIN, THEMES, WIDE
 
@@ -74,7 +75,9 @@ def singular_values(
             markevery=-(-len(sigma) // 20),
         )  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(PLAIN)
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("number")
     axes.set_ylabel(r"$\sigma_i\,/\,\sigma_1$")
     axes.set_title(title)

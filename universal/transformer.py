@@ -55,7 +55,8 @@ class AttentionTransformer(Flow):
 
     Raises:
         ValueError: maps of wrong or mismatched shapes, arrays of different or other than floating
-            types, or not finite; a depth missing or in the way; a scale that is not finite.
+            types, or not finite; a depth missing or in the way; a scale that is not finite in the
+            arrays' type.
     """
 
     def __init__(
@@ -77,6 +78,9 @@ class AttentionTransformer(Flow):
         self.heads, self.width, self.head_width = maps[0].shape[-3:]
         self.out_width = maps[3].shape[-1]
         self.scale = _scale(scale, self.head_width)
+        if not all(isinstance(a, Routing) for a in maps):
+            dtype = next(a.dtype for a in maps if not isinstance(a, Routing))
+            _fits(self.scale, at_least_float32(dtype) if hardmax else dtype)
         self.only_past, self.residual, self.hardmax = bool(causal), bool(residual), bool(hardmax)
         self.query, self.key, self.value, self.unembedding = (
             a if isinstance(a, Routing) else nnx.Param(a) for a in maps
@@ -150,7 +154,7 @@ class AttentionTransformer(Flow):
         self, layer, x: Float[Array, "tokens width"]
     ) -> tuple[Float[Array, "tokens heads head"], Float[Array, "tokens heads head"]]:
         """The queries and keys of one layer at the state that enters it."""
-        return self._at(layer, self._queries, x, None)
+        return self._at(_integer(layer), self._queries, x, None)
 
     def attention(
         self, layer, x: Float[Array, "tokens width"], context: Context | None = None
@@ -158,7 +162,7 @@ class AttentionTransformer(Flow):
         """The attention matrices of one layer at the state that enters it."""
         check_context(context, x.shape[0])
         mask = None if context is None else context.mask
-        return self._at(layer, self._matrices, x, mask)
+        return self._at(_integer(layer), self._matrices, x, mask)
 
     def field(self, substep, t, x, context=None):
         mask = None if context is None else context.mask
@@ -170,13 +174,14 @@ class AttentionTransformer(Flow):
 
     def _at(self, t, function, x, mask):
         """function(layer, x, mask) of the layer that holds at time t."""
-        # A known layer, and arrays, are indexed; routing is part of the program, so that a layer
-        # that is not known is one of several programs.
+        # A known layer, and arrays, are indexed; routing is part of the program, so that where it
+        # has a layer axis a layer that is not known is one of several programs.
         if not isinstance(t, jax.core.Tracer):
             return function(min(max(int(np.floor(np.asarray(t))), 0), self.depth - 1), x, mask)
         if not jnp.issubdtype(t.dtype, jnp.integer):
-            t = jnp.clip(jnp.floor(t), 0, self.depth - 1).astype(jnp.int32)
-        if not any(isinstance(kernel, Routing) for kernel in self.maps[:3]):
+            t = jnp.floor(t)
+        t = jnp.clip(t, 0, self.depth - 1).astype(jnp.int32)
+        if not any(isinstance(kernel, Routing) and kernel.ndim == 4 for kernel in self.maps[:3]):
             return function(t, x, mask)
 
         def of(layer):
@@ -199,7 +204,7 @@ class AttentionTransformer(Flow):
         chunk = query_chunk(tokens, self.heads)
         with jax.default_matmul_precision("highest"):
             query, key = self._queries(layer, x, mask)
-            stack = sources_of(self.value, layer, x, self.depth, self.residual)
+            stack = sources_of(self.value, layer, x)
 
             def mixed(query, rows):
                 weights = self._weights(query, key, rows, mask)
@@ -216,14 +221,15 @@ class AttentionTransformer(Flow):
                 parts = (query.reshape(chunks, chunk, *query.shape[1:]), rows.reshape(chunks, -1))
                 whole = jax.lax.map(jax.checkpoint(lambda part: mixed(*part)), parts)
                 whole = whole.reshape(chunks * chunk, -1)[:tokens]
-        return spread(self.value, layer, whole, self.depth, self.residual)
+        return spread(self.value, layer, whole)
 
     def _weights(self, query, key, rows, mask):
         """The attention of some rows of queries: (heads, rows, keys)."""
-        scale = jnp.asarray(self.scale, query.dtype)
         allowed = allowed_keys(key.shape[0], causal=self.causal, mask=mask, rows=rows)
         if self.hardmax:
-            return _hardmax(query * scale, key, allowed)
+            return _hardmax(query, key, allowed, self.scale)
+        _fits(self.scale, query.dtype)
+        scale = jnp.asarray(self.scale, query.dtype)
         return attention_weights(query, [key], allowed, scale=scale)[:, 0]
 
 
@@ -243,6 +249,7 @@ def run(
         ValueError: x of another width, by the width that is needed, or of a wrong type.
     """
     check_transformer(transformer)
+    x = jnp.asarray(x)
     check_state(transformer, x)
     end = simulate(transformer, x, ts=[float(transformer.depth)], context=context).xs[-1]
     return transformer.unembed(end)
@@ -259,6 +266,7 @@ def attention_matrices(
         ValueError: as `run`.
     """
     check_transformer(transformer)
+    x = jnp.asarray(x)
     check_state(transformer, x)
     xs = simulate(transformer, x, context=context).xs
     depth = transformer.depth
@@ -274,24 +282,40 @@ def check_transformer(transformer: object, name: str = "transformer") -> None:
 
 
 def check_state(transformer: AttentionTransformer, x: Any) -> None:
-    if jnp.ndim(x) != 2 or x.shape[1] != transformer.width:
+    """Raises ValueError for what is not an array of the transformer's width and type."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"x must be an array, got {type(x).__name__}")
+    if x.ndim != 2 or x.shape[1] != transformer.width:
         raise ValueError(
-            f"x must have shape (tokens, {transformer.width}), got {jnp.shape(x)}; a machine takes "
+            f"x must have shape (tokens, {transformer.width}), got {x.shape}; a machine takes "
             f"x @ E with a program E of {transformer.width} columns, and a batch is jax.vmap"
         )
+    check_type(transformer, "x", jax.dtypes.canonicalize_dtype(x.dtype))
 
 
-def _hardmax(query, key, allowed):
+def check_type(transformer: AttentionTransformer, name: str, dtype: Any) -> None:
+    """Raises ValueError for states of another type than the weights; without any, all will do."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating point, got {dtype}")
+    weights = not all(isinstance(kernel, Routing) for kernel in transformer.maps)
+    if weights and jax.dtypes.canonicalize_dtype(transformer.dtype) != dtype:
+        raise ValueError(f"{name} is {dtype}, but the transformer's weights {transformer.dtype}")
+
+
+def _hardmax(query, key, allowed, scale: float):
     """Equal weights on the keys whose logits agree with the largest to rounding."""
-    scores = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0)
-    wide = jax.lax.stop_gradient(scores.astype(at_least_float32(scores.dtype)))
+    narrow, dtype = query.dtype, at_least_float32(query.dtype)
+    _fits(scale, dtype)
+    query, key = (jax.lax.stop_gradient(a).astype(dtype) for a in (query, key))
+    query = query * jnp.asarray(scale, dtype)
+    wide = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0)
     lowest = jnp.finfo(wide.dtype).min
     top = jnp.max(jnp.where(allowed, wide, lowest), axis=-1, keepdims=True)
     size = jnp.max(jnp.where(allowed, jnp.abs(wide), 0), axis=-1, keepdims=True)
     # Repeated tokens tie, and a target and its machine round their logits differently.
-    near = 1024 * jnp.finfo(scores.dtype).eps.astype(wide.dtype) * size
+    near = 1024 * jnp.finfo(dtype).eps.astype(dtype) * size
     chosen = (allowed & (wide >= top - near)).astype(wide.dtype)
-    return (chosen / jnp.sum(chosen, axis=-1, keepdims=True)).astype(scores.dtype)
+    return (chosen / jnp.sum(chosen, axis=-1, keepdims=True)).astype(narrow)
 
 
 def _check(maps: list[Any], depth: int | None) -> int:
@@ -341,3 +365,17 @@ def _scale(scale: float | None, head_width: int) -> float:
     if value.ndim or not np.isfinite(value):
         raise ValueError(f"scale must be one finite number, got {scale!r}")
     return float(value)
+
+
+def _fits(scale: float, dtype) -> None:
+    if abs(scale) > float(jnp.finfo(dtype).max):
+        raise ValueError(f"scale = {scale:.3g} is not finite in {jnp.dtype(dtype)}")
+
+
+def _integer(layer: Any) -> Any:
+    """The layer itself; ValueError where it is none."""
+    known = None if isinstance(layer, jax.core.Tracer) else np.asarray(layer)
+    dtype, shape = (layer.dtype, layer.shape) if known is None else (known.dtype, known.shape)
+    if shape or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"layer must be one integer, got {layer!r}")
+    return layer

@@ -62,9 +62,9 @@ POWER = {
         "ρ",
         "<i>ρ</i> = #{ <i>i</i> : |<i>v</i><sub>1</sub> · <i>x<sub>i</sub></i>′| &gt; "
         "|<i>v</i><sub>1</sub> · <i>x<sub>i</sub></i>| } / tokens",
-        "How many tokens the layer brings closer to its first eigenvector. The band is one half "
-        "and two standard deviations of as many independent tokens: those of one text are not "
-        "independent, which makes it too narrow.",
+        "How many tokens the layer brings closer to its first eigenvector, of those whose "
+        "projection it changes. The band is one half and two standard deviations of as many "
+        "independent tokens: those of one text are not independent, which makes it too narrow.",
         _NAMED,
     ),
     "span": Measure(

@@ -235,7 +235,7 @@ untrained on the same text.</p>
 </div>
 <h3>The score flow by layer</h3>
 <div class="scroll">{html_rows(columns(doc), depths(doc)[1:])}</div>
-<details><summary>Every metric: median, quartiles, untrained</summary>
+<details><summary>Every measure: median, quartiles, untrained</summary>
 {_all(doc)}
 </details>
 </section>

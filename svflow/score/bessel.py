@@ -114,9 +114,30 @@ def _descend(debye: _Debye, step, state):
     return jax.lax.scan(lambda state, n: (step(n, state), None), state, orders)[0]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _root(k, order: float):
+    """sqrt(k^2 + N^2), also where the square overflows."""
+    return jnp.hypot(k, order)
+
+
+@_root.defjvp
+def _root_jvp(order, primals, tangents):
+    S = _root(*primals, order)
+    return S, primals[0] / S * tangents[0]
+
+
+def _capped(k):
+    """k, or what is infinite to rounding and can still be added."""
+    return jnp.minimum(k, _cap(k.dtype))
+
+
+def _cap(dtype) -> float:
+    return float(jnp.finfo(dtype).max) / 8
+
+
 def _small(k, debye):
     """The part of A_(2N+2)(k) that is small: A = k / (N + S) - this."""
-    S = jnp.sqrt(k * k + debye.order**2)
+    S = _root(k, debye.order)
     t = debye.order / S
     return k / S * t * _value(debye.slope, t) / _value(debye.series, t)
 
@@ -124,16 +145,19 @@ def _small(k, debye):
 @functools.partial(jax.jit, static_argnums=0)
 def _ratio(dimension: int, k):
     """A_d(k)."""
-    debye = _debye(dimension)
-    r = k / (debye.order + jnp.sqrt(k * k + debye.order**2)) - _small(k, debye)
-    return _descend(debye, lambda n, r: k / (2 * n + k * r), r)
+    debye, k = _debye(dimension), _capped(k)
+    r = k / (debye.order + _root(k, debye.order)) - _small(k, debye)
+    return jnp.clip(_descend(debye, lambda n, r: k / (2 * n + k * r), r), 0, 1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _ratio_slope(dimension: int, k):
     """A_d'(k), by the derivative of each step: from the Riccati equation it would cancel."""
-    debye = _debye(dimension)
-    S = jnp.sqrt(k * k + debye.order**2)
+    debye, all_k = _debye(dimension), _capped(k)
+    # For k >> N each step halves k^2 r' and keeps its error; there r' comes from the tail.
+    border = 2 * debye.order
+    k, far = jnp.minimum(all_k, border), jnp.maximum(all_k, border)
+    S = _root(k, debye.order)
     small, slope = jax.jvp(lambda k: _small(k, debye), (k,), (jnp.ones_like(k),))
 
     def down(n, state):
@@ -143,17 +167,15 @@ def _ratio_slope(dimension: int, k):
 
     top = k / (debye.order + S) - small, debye.order / (S * (debye.order + S)) - slope
     _, dr = _descend(debye, down, top)
-    # For k >> N each step halves k^2 r' and keeps its error; there r' comes from the tail.
-    far = jnp.where(k > 2 * debye.order, k, 2 * debye.order)
     w, dw = jax.jvp(lambda k: _tail(k, debye), (far,), (jnp.ones_like(k),))
-    tail = ((dimension - 1) / 2 - dw + 2 * w / far) / (far * far)
-    return jnp.where(k > 2 * debye.order, tail, dr)
+    tail = ((dimension - 1) / 2 - dw + 2 * w / far) / far / far
+    return jnp.where(all_k > border, tail, dr)
 
 
 def _tail(k, debye):
     """w_n of r_n = 1 - (n + 1/2) / k - w_n / k^2, which is bounded for large k."""
     N = debye.order
-    S = jnp.sqrt(k * k + N * N)
+    S = _root(k, N)
     t = N / S
     rest = (k / S) ** 2 * _value(debye.rest, t) / _value(debye.series, t)
     w = k * (t * rest - N * N / (S + k) - t * t / 2)
@@ -168,9 +190,9 @@ def _tail(k, debye):
 @functools.partial(jax.jit, static_argnums=0)
 def _growth(dimension: int, k):
     """log C_d(0) - log C_d(k)."""
-    debye = _debye(dimension)
-    N = debye.order
-    S = jnp.sqrt(k * k + N * N)
+    debye, all_k = _debye(dimension), k
+    N, k = debye.order, _capped(k)
+    S = _root(k, N)
     rise = k * (k / (N + S))  # S - N
     at_one = np.asarray(sum(debye.series), S.dtype)
     correction = -(rise / S) * _value(debye.quotient, N / S) / at_one
@@ -180,7 +202,8 @@ def _growth(dimension: int, k):
         total, r = state
         return total + jnp.log1p(k * r / (2 * n)), k / (2 * n + k * r)
 
-    return _descend(debye, down, (total, k / (N + S) - _small(k, debye)))[0]
+    total = _descend(debye, down, (total, k / (N + S) - _small(k, debye)))[0]
+    return jnp.where(all_k > _cap(k.dtype), all_k, total)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -214,13 +237,14 @@ def cumulant(
     Bessel ratio, and (to 50 roundings) the second one.
 
     Arguments:
-        dimension: d >= 2, a Python int.
-        concentration: kappa >= 0; under jit, a negative one gives nan.
+        dimension: d >= 2, an int.
+        concentration: kappa >= 0, also infinite; under jit, a negative one gives nan.
 
     Raises:
-        ValueError: a dimension that is not an int of at least 2, a negative concentration.
+        ValueError: a dimension that is not an int of at least 2, a concentration that is negative
+            or no real number.
     """
-    return _cumulant(dimension, _checked(dimension, concentration))
+    return _cumulant(*_checked(dimension, concentration))
 
 
 def log_normaliser(
@@ -231,7 +255,7 @@ def log_normaliser(
     C_d(0) is one over the sphere's area, Gamma(d/2) / (2 pi^(d/2)). The error is a few units of
     rounding of |log C_d(0)| + kappa. Arguments and errors as those of `cumulant`.
     """
-    k = _checked(dimension, concentration)
+    dimension, k = _checked(dimension, concentration)
     return np.asarray(log_uniform(dimension), k.dtype) - _cumulant(dimension, k)
 
 
@@ -242,7 +266,7 @@ def bessel_ratio(
 
     It solves A' = 1 - A^2 - (d - 1) A / kappa. Arguments and errors as those of `cumulant`.
     """
-    return _bessel_ratio(dimension, _checked(dimension, concentration))
+    return _bessel_ratio(*_checked(dimension, concentration))
 
 
 def log_uniform(dimension: int) -> float:
@@ -250,22 +274,26 @@ def log_uniform(dimension: int) -> float:
     return math.lgamma(dimension / 2) - math.log(2) - dimension / 2 * math.log(math.pi)
 
 
-def _checked(dimension: int, concentration: Any) -> Array:
+def _checked(dimension: int, concentration: Any) -> tuple[int, Array]:
     if isinstance(dimension, bool) or not isinstance(dimension, (int, np.integer)):
         raise ValueError(f"the dimension must be an int, got {dimension!r}")
     if dimension < 2:
         raise ValueError(f"a sphere needs a dimension of at least 2, got {dimension}")
-    if not isinstance(concentration, jax.core.Tracer):
-        check_concentrations(concentration)
+    check_concentrations(concentration)
     k = jnp.asarray(concentration)
     if not jnp.issubdtype(k.dtype, jnp.floating):
         k = k.astype(jnp.result_type(float))
     k = k.astype(at_least_float32(k.dtype))
-    return jnp.where(k < 0, jnp.nan, k)
+    return int(dimension), jnp.where(k < 0, jnp.nan, k)
 
 
 def check_concentrations(concentration: Any) -> None:
-    """Raises ValueError for negative concentrations."""
-    values = np.asarray(concentration)
+    """Raises ValueError for concentrations that are no real numbers or, where known, negative."""
+    traced = isinstance(concentration, jax.core.Tracer)
+    values = concentration if traced else np.asarray(concentration)
+    if not any(jnp.issubdtype(values.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise ValueError(f"a concentration must be a real number, got {values.dtype}")
+    if traced:
+        return
     if np.any(values < 0):
         raise ValueError(f"a concentration must not be negative, got {values.min()}")

@@ -144,7 +144,7 @@ def consistency(
     posterior = jnp.exp(k.log_posterior())
     target = k.log_bayes()
     kl = divergence(posterior, target)
-    bound = jnp.max(jnp.where(k.allowed[:, None], k.concentrations, 0), axis=-1) / k.radius
+    bound = jnp.max(jnp.where(k.allowed[:, None], k.norms, 0), axis=-1)
     return Consistency(
         kl,
         _field_gap(p, k, posterior - jnp.exp(target)),
@@ -156,7 +156,8 @@ def consistency(
 def _field_gap(p: Parts, k: Kernel, apart) -> Float[Array, "tokens heads"]:
     mixed = unturned(p, jnp.einsum("ihj,jhc->ihc", apart, p.key, precision=HIGHEST))
     square = jnp.einsum("iha,hab,ihb->ih", mixed, p.grams, mixed, precision=HIGHEST)
-    radial = jnp.sum(apart * k.dots, axis=-1) / k.radius
+    # At the origin no direction is radial.
+    radial = jnp.sum(apart * k.dots, axis=-1) / jnp.where(k.radius > 0, k.radius, 1)
     square = p.scale**2 * square - radial**2
     return jnp.sqrt(jnp.where(square > 0, square, 0))
 
@@ -177,7 +178,7 @@ def _tied(flow, layer, p: Parts, k: Kernel, posterior) -> Float[Array, "tokens h
 
     heads = (posterior.swapaxes(0, 1), p.key.swapaxes(0, 1), back.swapaxes(0, 1))
     cross = p.scale * jax.lax.map(one, heads).T
-    norms = jnp.sum(values * values, axis=-1) + jnp.square(k.concentrations / k.radius[..., None])
+    norms = jnp.sum(values * values, axis=-1) + jnp.square(k.norms)
     total = jnp.sum(posterior * norms, axis=-1)
     return 1 - 2 * cross / jnp.where(total > 0, total, 1)
 

@@ -24,9 +24,10 @@ from jaxtyping import Array, Float
 from svflow import geometry
 from svflow.attention import attention_weights
 from svflow.dtypes import at_least_float32
-from svflow.flow import Context, check_context
+from svflow.flow import Context, Flow, check_context
 from svflow.models.layers import Norm, activate
 from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.score.mixtures import check_states
 
 
 class Correspondence(NamedTuple):
@@ -187,12 +188,31 @@ def transformer_flow(
     flow = getattr(model, "flow", model)
     if not isinstance(flow, TransformerFlow):
         raise ValueError(f"this is about a transformer's layers, got {type(model).__name__}")
-    if not isinstance(layer, jax.core.Tracer) and not 0 <= layer < flow.depth:
-        raise ValueError(f"layer must be one of 0 .. {flow.depth - 1}, got {layer}")
-    if jnp.ndim(x) != 2 or jnp.shape(x)[1] != flow.width:
-        raise ValueError(f"x must have shape (tokens, {flow.width}), got {jnp.shape(x)}")
+    check_layer(flow, layer)
+    check_states(x, flow.width)
+    check_weights(flow, x, "x")
     check_context(context, x.shape[0])
     return flow
+
+
+def check_layer(flow: Flow, layer: Any) -> None:
+    """Raises ValueError for a layer that is not a whole number or, where known, not the flow's."""
+    kinds = (int, np.integer, jax.Array, np.ndarray)
+    whole = isinstance(layer, kinds) and (
+        jnp.ndim(layer) == 0 and jnp.issubdtype(jnp.result_type(layer), jnp.integer)
+    )
+    known = not isinstance(layer, jax.core.Tracer)
+    if not whole or (known and not 0 <= layer < flow.depth):
+        raise ValueError(f"layer must be an integer, one of 0 .. {flow.depth - 1}, got {layer!r}")
+
+
+def check_weights(flow: Flow, x: Array, name: str) -> None:
+    """Raises ValueError for states of a type that a transformer has no weights of."""
+    if isinstance(flow, TransformerFlow):
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(flow)}
+        if x.dtype not in dtypes:
+            weights = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"{name} is {x.dtype}, the model's weights are {weights}: convert one")
 
 
 def written_values(
@@ -201,7 +221,11 @@ def written_values(
     """W_O^h v_j^h: what each head writes to the stream for each token that it reads."""
     config = flow.config
     value = jnp.repeat(value, config.heads // config.kv_heads, axis=1)
-    kernel = output.kernel[...].reshape(config.heads, config.head_width, config.width)
+    kernel = (
+        output.kernel[...]
+        .astype(value.dtype)
+        .reshape(config.heads, config.head_width, config.width)
+    )
     return jnp.einsum("jhc,hcw->hjw", value, kernel, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from svflow import geometry
 from svflow.dtypes import at_least_float32
 from svflow.flow import Flow
-from svflow.score.mixtures import StateMixture, check_posterior, improper
+from svflow.score.mixtures import StateMixture, check_posterior, check_states, improper
 
 MANIFOLDS = ("sphere", "euclidean")
 
@@ -55,6 +55,7 @@ class SoftmaxPosterior(nnx.Module):
         self.keys, self.offsets = nnx.Param(keys), nnx.Param(offsets)
 
     def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens components"]:
+        check_states(x, self.keys.shape[1])
         wide = at_least_float32(x.dtype)
         dots = jnp.matmul(
             x.astype(wide), self.keys[...].astype(wide).T, precision=jax.lax.Precision.HIGHEST
@@ -170,6 +171,8 @@ def elbo(flow: ScoreFlow, xs: Float[Array, "*times tokens width"]) -> Float[Arra
 def _rows(flow, xs):
     if not isinstance(flow, ScoreFlow):
         raise ValueError(f"the energy is that of a ScoreFlow, got {type(flow).__name__}")
+    if not isinstance(xs, (jax.Array, np.ndarray)):
+        raise ValueError(f"xs must be an array, got {type(xs).__name__}")
     if xs.ndim < 2 or xs.shape[-1] != flow.width:
         raise ValueError(f"xs must have shape (..., tokens, {flow.width}), got {xs.shape}")
     return xs.reshape(-1, flow.width)

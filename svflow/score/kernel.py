@@ -49,6 +49,7 @@ class Kernel(NamedTuple):
             space.
         radius: (tokens, heads) |x_i|.
         allowed: (tokens, keys) who attends to whom.
+        norms: (tokens, heads, keys) |m_ij|.
     """
 
     scores: Float[Array, "tokens heads keys"]
@@ -57,6 +58,7 @@ class Kernel(NamedTuple):
     cumulants: Float[Array, "tokens heads keys"]
     radius: Float[Array, "tokens heads"]
     allowed: Bool[Array, "tokens keys"]
+    norms: Float[Array, "tokens heads keys"]
 
     def log_posterior(self) -> Float[Array, "tokens heads keys"]:
         """log a_ij, the softmax that the layer uses."""
@@ -145,6 +147,7 @@ def assemble(flow: TransformerFlow, layer, p: Parts, context: Context | None) ->
         bessel.cumulant(p.dimension, concentrations),
         p.radius,
         allowed,
+        norms,
     )
 
 

@@ -88,6 +88,7 @@ class StateMixture(nnx.Module):
         self, x: Float[Array, "tokens width"], posterior: Float[Array, "tokens components"]
     ) -> Float[Array, "tokens width"]:
         """E_q[grad_x log p(x|z)], tangent to the manifold: the gradient of the ELBO, q held."""
+        check_states(x, self.width)
         v = self.ambient(x, posterior)
         return geometry.tangent(x, v) if self.manifold == "sphere" else v
 
@@ -101,12 +102,17 @@ class StateMixture(nnx.Module):
         """E_q[log p(x, z) - log q(z|x)] = log p(x) - KL(q || p(z|x)).
 
         Raises:
-            ValueError: a posterior of the wrong shape, or with rows that are no probabilities.
+            ValueError: states of another width, a posterior of the wrong shape, or with rows that
+                are no probabilities.
         """
-        q = check_posterior(posterior, (x.shape[0], self.components))
         joint = self._log_joint(x)
-        q = q.astype(joint.dtype)
-        return jnp.sum(q * joint, axis=-1) - negative_entropy(q) + self.log_reference
+        q = check_posterior(posterior, joint.shape).astype(joint.dtype)
+        some = q > 0  # 0 log 0 = 0 for what the mixture excludes too
+        return (
+            jnp.sum(q * jnp.where(some, joint, 0), axis=-1)
+            - negative_entropy(q)
+            + self.log_reference
+        )
 
     def free_energy(
         self,
@@ -133,8 +139,9 @@ class VMFMixture(StateMixture):
         weights: (components,) pi_z > 0 that sum to 1; None for uniform ones.
 
     Raises:
-        ValueError: wrong shapes or types, a mean that is not on the sphere, a negative
-            concentration, or weights that are not positive or do not sum to 1.
+        ValueError: wrong shapes or types, a mean that is not on the sphere, a concentration that
+            is negative or whose square overflows the type (float32 at least), or weights that are
+            not positive or do not sum to 1.
     """
 
     manifold = "sphere"
@@ -148,12 +155,12 @@ class VMFMixture(StateMixture):
         means, concentrations = jnp.asarray(means), jnp.asarray(concentrations)
         _check_rows("means", means, minimum=2)
         _check_vector("concentrations", concentrations, means)
-        if not isinstance(concentrations, jax.core.Tracer):
-            bessel.check_concentrations(concentrations)
+        bessel.check_concentrations(concentrations)
+        _check_squares("concentrations", concentrations)
         if not isinstance(means, jax.core.Tracer):
             _check_on_sphere(means)
         self.width = means.shape[1]
-        self.natural = nnx.Param(concentrations[:, None] * means / self.width)
+        self.natural = nnx.Param(concentrations[:, None] * (means / self.width))
         self.log_weights = nnx.Param(_log_weights(weights, means))
 
     @classmethod
@@ -169,6 +176,7 @@ class VMFMixture(StateMixture):
         """
         natural = jnp.asarray(natural)
         _check_rows("natural parameters", natural, minimum=2)
+        _check_squares("natural parameters", natural, natural.shape[1])
         placeholder = jnp.zeros_like(natural).at[:, 0].set(natural.shape[1] ** 0.5)
         mixture = cls(placeholder, jnp.zeros_like(natural[:, 0]), weights)
         mixture.natural = nnx.Param(natural)
@@ -184,6 +192,7 @@ class VMFMixture(StateMixture):
         return bessel.log_uniform(self.width)
 
     def log_ratios(self, x):
+        check_states(x, self.width)
         wide = at_least_float32(x.dtype)
         cumulants = bessel.cumulant(self.width, self.concentrations).astype(wide)
         dots = jnp.matmul(
@@ -244,6 +253,7 @@ class GaussianMixture(StateMixture):
         return -self.width / 2 * math.log(2 * math.pi)
 
     def log_ratios(self, x):
+        check_states(x, self.width)
         wide = at_least_float32(x.dtype)
         log_deviations = self.log_deviations[...].astype(wide)
         # Differences first: the squares of large states would cancel.
@@ -263,6 +273,14 @@ class GaussianMixture(StateMixture):
         index = jax.random.categorical(which, self.log_prior, shape=(count,))
         noise = jax.random.normal(draw, (count, self.width), means.dtype)
         return means[index] + jnp.exp(self.log_deviations[...])[index, None] * noise
+
+
+def check_states(x: Any, width: int) -> None:
+    """Raises ValueError for what is not an array of floats (tokens, width)."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"x must be an array, got {type(x).__name__}")
+    if x.ndim != 2 or x.shape[1] != width or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be floats of shape (tokens, {width}), got {x.dtype} {x.shape}")
 
 
 def negative_entropy(q: Float[Array, "*tokens components"]) -> Float[Array, "*tokens"]:
@@ -329,6 +347,20 @@ def _check_vector(name, values, rows):
         raise ValueError(f"{name} are not finite")
 
 
+def _check_squares(name, values, factor=1):
+    """Refuses concentrations, or a factor of them, with no square in the type of computation."""
+    if isinstance(values, jax.core.Tracer):
+        return
+    dtype = at_least_float32(values.dtype)
+    largest = np.abs(np.asarray(values, np.float64)).max()
+    limit = float(jnp.finfo(dtype).max) ** 0.5 / factor
+    if not largest <= limit:
+        raise ValueError(
+            f"{name} are too large for {dtype}, in which squares overflow beyond {limit:.3g}: got "
+            f"{largest:.3g}"
+        )
+
+
 def _check_on_sphere(means):
     values = np.asarray(means, np.float64)
     off = np.abs(np.linalg.norm(values, axis=1) / values.shape[1] ** 0.5 - 1)
@@ -355,4 +387,6 @@ def _log_weights(weights, rows):
                 f"weights must be positive and sum to 1: the least is {values.min():.3g}, the sum "
                 f"{values.sum():.6g}"
             )
+        # Not by the device, which may take the least ones for zero.
+        return jnp.asarray(np.log(values), weights.dtype)
     return jnp.log(weights)

@@ -15,6 +15,8 @@ from jaxtyping import Array, Float
 
 from svflow import geometry
 from svflow.flow import Context, Flow, check_context, check_flow
+from svflow.score.correspondence import check_layer, check_weights
+from svflow.score.mixtures import check_states
 
 
 def polar(
@@ -52,11 +54,14 @@ def polar(
             layer and token.
     """
     check_flow(flow)
-    if jnp.ndim(xs) != 3 or xs.shape[0] != flow.depth + 1 or xs.shape[2] != flow.width:
+    if not isinstance(xs, (jax.Array, np.ndarray)):
+        raise ValueError(f"xs must be an array, got {type(xs).__name__}")
+    if xs.ndim != 3 or xs.shape[0] != flow.depth + 1 or xs.shape[2] != flow.width:
         raise ValueError(
             f"xs must have shape ({flow.depth + 1}, tokens, {flow.width}): the state before each "
-            f"layer and the last, got {jnp.shape(xs)}"
+            f"layer and the last, got {xs.shape}"
         )
+    check_weights(flow, xs, "xs")
     check_context(context, xs.shape[1])
     steps = _polar(flow, xs, context)
     if strict and not isinstance(steps.dt, jax.core.Tracer):
@@ -119,7 +124,8 @@ def splitting_gap(
         dt: the step; 1 is the layer.
 
     Raises:
-        ValueError: a flow that has another number of substeps, or a retraction.
+        ValueError: a flow that has another number of substeps, or a retraction; a layer it does
+            not have, or a wrong state or context.
 
     Source: derived here.
     """
@@ -131,6 +137,10 @@ def splitting_gap(
         )
     if type(flow).retract is not Flow.retract:
         raise ValueError(f"{type(flow).__name__} retracts its states: it is not split in R^d")
+    check_layer(flow, layer)
+    check_states(x, flow.width)
+    check_weights(flow, x, "x")
+    check_context(context, x.shape[0])
     dt = jnp.asarray(dt, x.dtype)
     first = flow.field(0, layer, x, context)
 

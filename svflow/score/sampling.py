@@ -34,9 +34,9 @@ def von_mises_fisher(
 
     Source: A. T. A. Wood, "Simulation of the von Mises Fisher distribution", 1994, after Ulrich.
     """
-    k, m = concentrations, directions.shape[-1] - 1
-    dtype = k.dtype
-    b = m / (2 * k + jnp.sqrt(4 * k * k + m * m))
+    dtype, m = concentrations.dtype, directions.shape[-1] - 1
+    k = jnp.minimum(concentrations, float(jnp.finfo(dtype).max) / 64)  # to rounding infinite
+    b = m / (2 * k + jnp.hypot(2 * k, float(m)))
     away = 2 * b / (1 + b)  # 1 - x
     x = 1 - away
     top = jnp.log(away) + jnp.log1p(x)  # log(1 - x^2)
@@ -48,11 +48,11 @@ def von_mises_fisher(
         key, far, done = state
         key, beta, uniform = jax.random.split(key, 3)
         z = jax.random.beta(beta, m / 2, m / 2, k.shape, dtype)
-        new = 2 * b * z / (1 - (1 - b) * z)  # 1 - w
+        new = jnp.minimum(2 * b * z / (1 - (1 - b) * z), 2)  # 1 - w, where z rounds to 1 too
         level = k * (away - new) + m * (jnp.log(away + x * new) - top)
         log_u = jnp.log(jax.random.uniform(uniform, k.shape, dtype))
-        # What is not finite is not drawn again: it would be for ever.
-        accepted = (level >= log_u) | ~jnp.isfinite(k)
+        # What is not a number is not drawn again: it would be for ever.
+        accepted = (level >= log_u) | jnp.isnan(level)
         return key, jnp.where(done, far, new), done | accepted
 
     rest, key = jax.random.split(key)
