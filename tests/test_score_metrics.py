@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ from flows import fast
 
 import svflow as sv
 from svflow import attention, geometry
-from svflow.score import metrics as module
 from svflow.score.correspondence import attention as latent
 from svflow.score.kernel import kernel
 from svflow.score.metrics import PER_HEAD, measured, metrics
 from svflow.score.rotary import rotated_forms
+
+# The function of the same name shadows the module in its package.
+module = importlib.import_module("svflow.score.metrics")
 
 IDS = np.array([3, 7, 1, 12, 12, 20])
 
