@@ -19,7 +19,7 @@ import numpy as np
 from timing import race, seconds
 
 import svflow as sv
-from svflow.score import metrics as module
+from svflow.score.metrics import _pass, exactly
 
 
 @jax.jit
@@ -34,8 +34,8 @@ def measure(source: str, tokens: int, rounds: int) -> dict:
     if len(ids) < tokens:
         raise SystemExit(f"the text has {len(ids)} tokens, not {tokens}")
     ids = jnp.asarray(ids[:tokens])
-    first = seconds(lambda: module.exactly(module._pass, model, ids))
-    (_, end) = module.exactly(module._pass, model, ids)
+    first = seconds(lambda: exactly(_pass, model, ids))
+    (_, end) = exactly(_pass, model, ids)
     with jax.default_matmul_precision("highest"):
         expected = sv.simulate(model.flow, model.embed(ids)).xs[-1]
     error = float(jnp.max(jnp.abs(end - expected)) / jnp.sqrt(jnp.mean(expected**2)))
@@ -43,7 +43,7 @@ def measure(source: str, tokens: int, rounds: int) -> dict:
         raise SystemExit(f"the states differ: {error}")
     medians = race(
         dict(
-            metrics=lambda: module.exactly(module._pass, model, ids),
+            metrics=lambda: exactly(_pass, model, ids),
             forward=lambda: forward(model, ids),
         ),
         rounds,

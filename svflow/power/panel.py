@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import jax
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
@@ -13,7 +12,7 @@ from svflow.models.transformer import Transformer
 from svflow.power.flow import PowerFlow
 from svflow.power.study import Study, study
 from svflow.power.theory import Prediction, predict
-from svflow.spectra.controls import initialisation
+from svflow.spectra.controls import beside_untrained
 
 
 class Panel(NamedTuple):
@@ -54,15 +53,7 @@ def panel(
 
     Source: Li and Altafini, arXiv 2605.25619, see `study`.
     """
-    steps = iter(progress(range(2)))
-    next(steps, None)
-    own = study(model, ids)
-    next(steps, None)
-    try:
-        untrained = study(initialisation(jax.random.key(seed), model), ids)
-    except ValueError as error:
-        raise ValueError(f"the same architecture untrained: {error}") from error
-    next(steps, None)  # so that a progress bar sees its end
+    own, untrained = beside_untrained(lambda model: study(model, ids), model, seed, progress)
     flow = PowerFlow.from_model(model)
     prediction = predict(flow, tokens=own.tokens) if flow.shared else None
     return Panel(int(seed), own, untrained, prediction)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import jax
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from svflow.models.transformer import Transformer
 from svflow.score.metrics import Metrics, metrics
-from svflow.spectra.controls import initialisation
+from svflow.spectra.controls import beside_untrained
 
 
 class Panel(NamedTuple):
@@ -47,13 +46,5 @@ def panel(
 
     Source: Liao, arXiv 2604.23740, see `metrics`.
     """
-    steps = iter(progress(range(2)))
-    next(steps, None)
-    own = metrics(model, ids)
-    next(steps, None)
-    try:
-        untrained = metrics(initialisation(jax.random.key(seed), model), ids)
-    except ValueError as error:
-        raise ValueError(f"the same architecture untrained: {error}") from error
-    next(steps, None)  # so that a progress bar sees its end
+    own, untrained = beside_untrained(lambda model: metrics(model, ids), model, seed, progress)
     return Panel(int(seed), own, untrained)

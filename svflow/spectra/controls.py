@@ -10,7 +10,8 @@ Axes: `stack`, any leading axes; `width`, of a square matrix, d in formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,11 @@ from svflow.models.transformer import Transformer
 from svflow.spectra.lapack import check_finite, check_matrices
 from svflow.spectra.schur import rotated, schur_parts
 
+T = TypeVar("T")
+
 __all__ = [
     "CONTROLS",
+    "beside_untrained",
     "haar",
     "haar_basis",
     "haar_factors",
@@ -131,6 +135,32 @@ def initialisation(key: Array, model: Transformer) -> Transformer:
         raise ValueError(f"initialisation needs a Transformer, got {type(model).__name__}")
     dtype = model.embedding.tokens[...].dtype
     return Transformer(model.config, rngs=nnx.Rngs(key), dtype=dtype)
+
+
+def beside_untrained(
+    measure: Callable[[Transformer], T],
+    model: Transformer,
+    seed: int,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> tuple[T, T]:
+    """`measure` of a model, and of its `initialisation` with `jax.random.key(seed)`.
+
+    Arguments:
+        progress: wraps the range over the two.
+
+    Raises:
+        ValueError: as `measure`, saying of which model.
+    """
+    steps = iter(progress(range(2)))
+    next(steps, None)
+    own = measure(model)
+    next(steps, None)
+    try:
+        untrained = measure(initialisation(jax.random.key(seed), model))
+    except ValueError as error:
+        raise ValueError(f"the same architecture untrained: {error}") from error
+    next(steps, None)  # so that a progress bar sees its end
+    return own, untrained
 
 
 CONTROLS: dict[str, Callable[[Array, Array], Array]] = {
