@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> None:
         bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
         found = portrait(model, ids, progress=bar)
         panels = {
-            key: _measured(panel, model, ids, arguments.draws)
+            key: _measured(panel, model, ids, arguments)
             for key, panel in PANELS.items()
             if not getattr(arguments, f"no_{key}") and _installed(panel)
         }
@@ -145,10 +145,13 @@ def _installed(panel: ModuleType) -> bool:
     return False
 
 
-def _measured(panel: ModuleType, model: Transformer, ids: np.ndarray, draws: int | None) -> Any:
+def _measured(
+    panel: ModuleType, model: Transformer, ids: np.ndarray, arguments: argparse.Namespace
+) -> Any:
     bar = functools.partial(tqdm, desc=panel.KEY, delay=2, leave=False, disable=None)
+    options = {name: getattr(arguments, name) for name in panel.OPTIONS}
     try:
-        return panel.measure(model, ids, draws=draws, progress=bar)
+        return panel.measure(model, ids, progress=bar, **options)
     except (ValueError, MemoryError) as error:
         raise ValueError(f"{error}; --no-{panel.KEY} leaves this part out") from error
 

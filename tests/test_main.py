@@ -456,7 +456,7 @@ def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch)
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for name in ("__main__.portrait", "panels.spectra.panel", "page.page"):
+    for name in ("__main__.portrait", "panels.spectra.measure", "page.page"):
         with monkeypatch.context() as patch:
             patch.setattr(f"svflow.{name}", interrupt)
             old = tmp_path / "old"

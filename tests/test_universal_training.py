@@ -19,7 +19,7 @@ from universal.components import read_columns
 
 RECIPE = ut.Recipe("random", 2, 2, 3, 2, residual=True, norm=True, hidden=7)
 TASK = ut.k_hop_task(5, 3, (0, 1))
-SETTINGS = ut.Settings(steps=6, batch=7, warmup=1, every=2, validation=14, test=14)
+SETTINGS = ut.Settings(steps=6, batch=7, warmup=1, every=4, validation=14, test=14)
 SEEDS = (3, 11)
 run = functools.partial(ut.train, RECIPE, TASK, SETTINGS, seeds=SEEDS)
 
@@ -179,8 +179,8 @@ def test_frozen_weights_stay_and_the_rest_is_trained(whole):
         assert a.shape == b.shape
         assert (np.asarray(a) != np.asarray(b)).mean() > 0.7  # ids that were not drawn stay
     assert whole.losses.shape == (6, 2)
-    assert np.array_equal(whole.evaluated, [0, 2, 4, 6])
-    assert whole.validation.shape == (4, 2)
+    assert np.array_equal(whole.evaluated, [0, 4, 6])
+    assert whole.validation.shape == (3, 2)
     assert (np.diff(whole.losses, axis=1) != 0).all()  # the seeds are different runs
 
 
@@ -201,10 +201,10 @@ def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path)
     size = training._update._cache_size()
     out, started = tmp_path / "run.npz", []
     with pytest.raises(Killed):
-        run(out=out, progress=until(1))  # before the first evaluation there is nothing
+        run(out=out, progress=until(2))  # before the first evaluation there is nothing
     assert not out.exists()
     with pytest.raises(Killed):
-        run(out=out, progress=until(5))
+        run(out=out, progress=until(4))
     with np.load(out) as file:
         assert file["losses"].shape == (4, 2)
     again = run(out=out, progress=until(None))
@@ -233,6 +233,11 @@ def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path)
         run(out=out)
     with pytest.raises(ValueError, match="is a folder, not a file"):
         run(out=tmp_path)
+
+
+def test_steps_go_together_as_far_as_evaluations_allow():
+    for steps, every, together in ((4000, 200, 20), (6, 4, 2), (97, 97, 1), (100, 30, 10)):
+        assert ut.Settings(steps=steps, every=every, warmup=0).together == together
 
 
 def test_an_accuracy_counts_fresh_sequences(whole):
@@ -311,7 +316,7 @@ def test_what_goes_wrong_says_so(tmp_path):
     with pytest.raises(FloatingPointError, match=r"step [0-3], seed 5: the loss is not finite"):
         ut.train(LINEAR, custom("copy"), wild, seeds=(5,), out=out)
     assert not out.exists()
-    pending = [(np.ones(2), np.asarray([3, 3])), (np.zeros(2), np.asarray([3, 0]))]
+    pending = [(np.ones((1, 2)), np.asarray([[3, 3]])), (np.zeros((1, 2)), np.asarray([[3, 0]]))]
     with pytest.raises(ValueError, match=r"step 11, seed 8: no token .* its mask is empty"):
         training._losses(pending, 10, (7, 8))
     for call, message in (

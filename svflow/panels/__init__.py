@@ -5,7 +5,8 @@
     SWITCH                  the help of --no-KEY
     EXTRA                   the optional extra of svflow that it needs and what that has; or None
     PICTURES                the keys of its figures
-    measure(model, ids, *, draws, progress)     what it shows, computed
+    measure(model, ids, *, progress)            what it shows, computed
+    OPTIONS                 the options of the command that `measure` takes besides
     document(found)         that as a JSON value, the only source of what follows
     figures(doc, theme)     {key: matplotlib figure} in `svflow.plotting.style(theme)`
     columns(doc)            its table by layer

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.models.transformer import Transformer
 from svflow.panels.markup import depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, number, numbers
 from svflow.power.matrices import SHIFTS
@@ -25,6 +24,7 @@ from svflow.power.theory import Regime
 KEY = "power"
 TITLE = "The layers as a power method"
 ABSENT = "The layers’ principal directions"
+OPTIONS = ()
 EXTRA = None
 SWITCH = "leave out the layers' principal directions: their time grows as layers x width^3"
 
@@ -95,14 +95,7 @@ _ORDERINGS = {"modulus": r"by $|\,\lambda\,|$", "residual": r"by $|1+\lambda\,|$
 _HTML = {"modulus": "by |λ|", "residual": "by |1 + λ|", "tokens": "all tokens"}
 
 
-def measure(
-    model: Transformer,
-    ids: np.ndarray,
-    *,
-    draws: int | None,
-    progress: Callable[[Iterable[int]], Iterable[int]],
-) -> Panel:
-    return panel(model, ids, progress=progress)
+measure = panel
 
 
 def document(found: Panel) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.models.transformer import Transformer
 from svflow.panels.markup import depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, number, numbers
 from svflow.score.metrics import Metrics
@@ -23,6 +22,7 @@ from svflow.score.panel import Panel, panel
 KEY = "score"
 TITLE = "The layers as a score flow"
 ABSENT = "The metrics of the score flow"
+OPTIONS = ()
 EXTRA = None
 SWITCH = "leave out the metrics of the score flow: their memory grows as heads x tokens^2"
 
@@ -99,14 +99,7 @@ PICTURES = tuple(SCORE)
 _FIELD = {"cosine_score": "cosine", "radial_fraction": "head_radial"}
 
 
-def measure(
-    model: Transformer,
-    ids: np.ndarray,
-    *,
-    draws: int | None,
-    progress: Callable[[Iterable[int]], Iterable[int]],
-) -> Panel:
-    return panel(model, ids, progress=progress)
+measure = panel
 
 
 def document(found: Panel) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.models.transformer import Transformer
 from svflow.panels.markup import depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, number, numbers, over_draws, ranged
 from svflow.spectra import ginibre
@@ -23,6 +22,7 @@ from svflow.spectra.panel import CONTROLS, Panel, panel
 KEY = "spectra"
 TITLE = "Local linear dynamics"
 ABSENT = "The spectra of the layers’ Jacobians"
+OPTIONS = ("draws",)
 EXTRA = None
 SWITCH = (
     "leave out the spectra of the layers' Jacobians: their time grows as draws x layers x width^3, "
@@ -162,14 +162,7 @@ _SCALARS: dict[str, dict[str, str]] = {
 }
 
 
-def measure(
-    model: Transformer,
-    ids: np.ndarray,
-    *,
-    draws: int | None,
-    progress: Callable[[Iterable[int]], Iterable[int]],
-) -> Panel:
-    return panel(model, ids, draws=draws, progress=progress)
+measure = panel
 
 
 def document(found: Panel) -> dict[str, Any]:

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.models.transformer import Transformer
 from svflow.panels.markup import depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, numbers
 from svflow.topology.analysis import Topology
@@ -24,6 +23,7 @@ from svflow.topology.topology_plot import topology_picture
 KEY = "topology"
 TITLE = "The residual stream as a graph"
 ABSENT = "The communities of the residual stream’s coordinates"
+OPTIONS = ()
 EXTRA = ("topology", ("leidenalg", "igraph"))
 SWITCH = "leave out the communities of the residual stream's coordinates"
 
@@ -82,14 +82,7 @@ _LINES = {
 """What of the coupling is drawn: test and gain."""
 
 
-def measure(
-    model: Transformer,
-    ids: np.ndarray,
-    *,
-    draws: int | None,
-    progress: Callable[[Iterable[int]], Iterable[int]],
-) -> Panel:
-    return panel(model, ids, progress=progress)
+measure = panel
 
 
 def document(found: Panel) -> dict[str, Any]:

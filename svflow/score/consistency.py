@@ -108,7 +108,7 @@ class Consistency(NamedTuple):
         kl: KL(a_i || p_i) in nats; zero where |m_ij| does not depend on j.
         field: |P_x sum_j (a_ij - p_ij) m_ij|, how far the velocity of values tied to the keys is
             from the mixture's score.
-        bound: max_j |m_ij| sqrt(2 kl), which the field gap cannot exceed.
+        bound: max_j |m_ij| sqrt(2 kl), which the field gap cannot exceed but for rounding.
         tied: sum_j a_ij |eta_j - m_ij|^2 / sum_j a_ij (|eta_j|^2 + |m_ij|^2), in [0, 2]: 0 for
             values that are the keys, 1 for unrelated ones, 2 for opposite ones. Values are those
             before any norm on the output, less their mean over the width where norms are
@@ -143,12 +143,12 @@ def consistency(
     k = assemble(flow, layer, p, context)
     posterior = jnp.exp(k.log_posterior())
     target = k.log_bayes()
-    kl = divergence(posterior, target)
+    kl = jnp.maximum(divergence(posterior, target), 0)  # where it is rounding
     bound = jnp.max(jnp.where(k.allowed[:, None], k.norms, 0), axis=-1)
     return Consistency(
         kl,
         _field_gap(p, k, posterior - jnp.exp(target)),
-        bound * jnp.sqrt(2 * jnp.maximum(kl, 0)),
+        bound * jnp.sqrt(2 * kl),
         None if p.maps is None else _tied(flow, layer, p, k, posterior),
     )
 
