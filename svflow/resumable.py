@@ -5,12 +5,13 @@ Axes: `sequences`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,17 +63,8 @@ def over_sequences(
             or one of another model, other settings or sequences; and what `measure` raises, with
             the sequence's number.
     """
-    path = Path(out).expanduser().resolve()
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a file")
     digests = [hashlib.sha256(one.tobytes()).hexdigest() for one in sequences]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(f"another run is writing {path}") from error
-    try:
+    with locked(out) as path:
         rows, carried = _continued(path, settings, digests)
         for number in progress(range(len(rows), len(sequences))):
             try:
@@ -81,9 +73,40 @@ def over_sequences(
                 raise ValueError(f"sequence {number}: {error}") from error
             rows.append(row)
             _write(path, settings, digests[: len(rows)], rows, carried)
+
+
+@contextlib.contextmanager
+def locked(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """The path of a file that no other run writes meanwhile; its folder is made.
+
+    Raises ValueError for a path that is a folder, or a file that another run writes.
+    """
+    path = Path(out).expanduser().resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"another run is writing {path}") from error
+    try:
+        yield path
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
+
+
+def replace(path: Path, arrays: Mapping[str, Any]) -> None:
+    """An .npz file, replaced as a whole: whoever is killed leaves the one before.
+
+    For the one run that holds the lock.
+    """
+    scratch = path.with_name(f".{path.name}.writing")
+    named: dict[str, Any] = dict(arrays)
+    with scratch.open("wb") as file:
+        np.savez(file, **named)
+    os.replace(scratch, path)
 
 
 def check_sequences(sequences: Iterable[Any], model: Transformer) -> list[np.ndarray]:
@@ -155,11 +178,7 @@ def _write(
     rows: Sequence[Arrays],
     carried: Arrays,
 ) -> None:
-    """The file, replaced as a whole: whoever is killed leaves the one before."""
     arrays: dict[str, Any] = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     arrays |= carried
     head = json.dumps(dict(settings=settings, sequences=digests, carried=list(carried)))
-    scratch = path.with_name(f".{path.name}.writing")  # of the one run that holds the lock
-    with scratch.open("wb") as file:
-        np.savez(file, study=np.asarray(head), **arrays)
-    os.replace(scratch, path)
+    replace(path, dict(study=np.asarray(head), **arrays))

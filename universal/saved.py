@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from filelock import FileLock, Timeout
 
 from svflow import Flow
+from svflow.resumable import locked, replace
 
 
 class Saved:
@@ -56,11 +56,8 @@ class Saved:
         """Replaces the file: whoever is killed meanwhile leaves the one before."""
         if self.path is None:
             return
-        scratch = self.path.with_name(f".{self.path.name}.writing")
-        named: dict[str, Any] = dict(arrays)
-        with scratch.open("wb") as file:
-            np.savez(file, run=np.asarray(json.dumps(dict(head, settings=self.settings))), **named)
-        os.replace(scratch, self.path)
+        run = np.asarray(json.dumps(dict(head, settings=self.settings)))
+        replace(self.path, dict(run=run, **arrays))
 
 
 @contextlib.contextmanager
@@ -72,20 +69,8 @@ def saving(out: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> I
     if out is None:
         yield Saved(None, settings)
         return
-    path = Path(out).expanduser().resolve()
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(f"another run is writing {path}") from error
-    try:
+    with locked(out) as path:
         yield Saved(path, settings)
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
 
 
 def digest(flow: Flow) -> dict[str, Any]:

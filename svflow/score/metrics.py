@@ -36,9 +36,6 @@ PER_HEAD = (
 )
 """The metrics of one head and token."""
 
-PER_BRANCH = ("field", "radial")
-"""Those of one branch and token; `dt` is of a substep, `angle` and `path` are of a layer."""
-
 
 class Metrics(NamedTuple):
     r"""The metrics of one text. Of head h and token i, with x the direction of the state that
