@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from svflow.panels.measure import Measure, number
@@ -63,3 +63,21 @@ def html_rows(found, names: list[str]) -> str:
 
 def depths(doc: Mapping[str, Any]) -> list[str]:
     return ["embed", *map(str, range(1, doc["model"]["layers"] + 1))]
+
+
+def blocks(
+    found: Iterable[tuple[str, str, Mapping[str, Any]]],
+    names: list[str],
+    words: Mapping[str, str] | None = None,
+) -> str:
+    """A table per (title, unit, values by field), its fields in other words where there are."""
+    words = {} if words is None else words
+    return "".join(
+        f"<h3>{html.escape(title)} <small>{html.escape(unit)}</small></h3>"
+        '<div class="scroll">'
+        + html_rows(
+            [(words.get(f, f.replace("_", " ")), "", values) for f, values in line.items()], names
+        )
+        + "</div>"
+        for title, unit, line in found
+    )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.panels.markup import depths, html_number, html_rows
+from svflow.panels.markup import blocks, depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, number, numbers
 from svflow.power.matrices import SHIFTS
 from svflow.power.panel import Panel, panel
@@ -323,25 +322,16 @@ _FIELDS = {
 
 
 def _all(doc: Mapping[str, Any]) -> str:
-    first = "".join(
-        f"<h3>First eigenvalue — {_HTML[shift]}</h3>"
-        '<div class="scroll">'
-        + html_rows(
-            [("Re λ", "", [pair[0] for pair in pairs]), ("Im λ", "", [pair[1] for pair in pairs])],
-            depths(doc)[1:],
-        )
-        + "</div>"
+    layers = depths(doc)[1:]
+    found = [
+        (f"First eigenvalue — {_HTML[shift]}", "", dict(zip(("Re λ", "Im λ"), zip(*pairs))))
         for shift, pairs in doc[KEY]["eigenvalues"].items()
-    )
-    return first + "".join(
-        f"<h3>{html.escape(measure['title'])} — {_HTML[name]} "
-        f"<small>{html.escape(measure['unit'])}</small></h3>"
-        '<div class="scroll">'
-        + html_rows(
-            [(_FIELDS.get(field, field), "", values) for field, values in line.items()],
-            depths(doc)[measure["start"] :],
-        )
-        + "</div>"
-        for measure in doc[KEY]["measures"].values()
-        for name, line in measure["lines"].items()
-    )
+    ]
+    shown = blocks(found, layers)
+    for measure in doc[KEY]["measures"].values():
+        found = [
+            (f"{measure['title']} — {_HTML[name]}", measure["unit"], line)
+            for name, line in measure["lines"].items()
+        ]
+        shown += blocks(found, depths(doc)[measure["start"] :], _FIELDS)
+    return shown

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.panels.markup import depths, html_number, html_rows
+from svflow.panels.markup import blocks, depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, number, numbers
 from svflow.score.metrics import Metrics
 from svflow.score.panel import Panel, panel
@@ -236,13 +235,5 @@ untrained on the same text.</p>
 
 
 def _all(doc: Mapping[str, Any]) -> str:
-    return "".join(
-        f"<h3>{html.escape(measure['title'])} <small>{html.escape(measure['unit'])}</small></h3>"
-        '<div class="scroll">'
-        + html_rows(
-            [(field.replace("_", " "), "", values) for field, values in measure["lines"].items()],
-            depths(doc)[1:],
-        )
-        + "</div>"
-        for measure in doc[KEY]["measures"].values()
-    )
+    measures = doc[KEY]["measures"].values()
+    return blocks([(one["title"], one["unit"], one["lines"]) for one in measures], depths(doc)[1:])

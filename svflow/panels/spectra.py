@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.panels.markup import depths, html_number, html_rows
+from svflow.panels.markup import blocks, depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, number, numbers, over_draws, ranged
 from svflow.spectra import ginibre
 from svflow.spectra.panel import CONTROLS, Panel, panel
@@ -565,11 +565,11 @@ _FIELDS = {
 
 
 def _all_spectra(doc: Mapping[str, Any]) -> str:
-    spectra, blocks = doc["spectra"], []
+    spectra, found = doc["spectra"], []
     for measure in spectra["measures"].values():
         for name, line in measure["lines"].items():
             part = f" — {name}" if len(measure["lines"]) > 1 else ""
-            blocks.append((measure["title"] + part, measure["unit"], line))
+            found.append((measure["title"] + part, measure["unit"], line))
     rank = spectra["rank"]
     for source, line in rank["lines"].items():
         named = f"{KEEPS[source][0]} ({source})" if source in CONTROLS else KEEPS[source][0]
@@ -578,14 +578,8 @@ def _all_spectra(doc: Mapping[str, Any]) -> str:
             for field in ("before", "after", "gain")
             for draw, one in enumerate(line[field], 1)
         }
-        blocks.append((f"{rank['title']} — {named}", rank["unit"], values))
-    return "".join(
-        f"<h3>{html.escape(title)} <small>{html.escape(unit)}</small></h3>"
-        '<div class="scroll">'
-        + html_rows([(_FIELDS.get(f, f), "", v) for f, v in line.items()], depths(doc)[1:])
-        + "</div>"
-        for title, unit, line in blocks
-    )
+        found.append((f"{rank['title']} — {named}", rank["unit"], values))
+    return blocks(found, depths(doc)[1:], _FIELDS)
 
 
 def cards(doc: Mapping[str, Any]) -> str:

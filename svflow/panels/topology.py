@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.panels.markup import depths, html_number, html_rows
+from svflow.panels.markup import blocks, depths, html_number, html_rows
 from svflow.panels.measure import Column, Measure, numbers
 from svflow.topology.analysis import Topology
 from svflow.topology.coupling import GAINS
@@ -323,21 +322,12 @@ text is few: the communities of noise stand beside them, and a study over many t
 
 def _all(doc: Mapping[str, Any]) -> str:
     topology = doc[KEY]
-    blocks = [
+    found = [
         (measure["title"], measure["unit"], measure["lines"])
         for measure in topology["measures"].values()
     ]
     for kind, gains in topology["coupling"].items():
         for gain, line in gains.items():
             values = {name: v for name, v in line.items() if not name.endswith("verdict")}
-            blocks.append((f"Coupling, {gain.replace('_', ' ')} — {kind}", "Spearman’s ρ", values))
-    return "".join(
-        f"<h3>{html.escape(title)} <small>{html.escape(unit)}</small></h3>"
-        '<div class="scroll">'
-        + html_rows(
-            [(field.replace("_", " "), "", values) for field, values in line.items()],
-            depths(doc)[1:],
-        )
-        + "</div>"
-        for title, unit, line in blocks
-    )
+            found.append((f"Coupling, {gain.replace('_', ' ')} — {kind}", "Spearman’s ρ", values))
+    return blocks(found, depths(doc)[1:])
