@@ -86,7 +86,13 @@ def change(name, before, after):
 def test_the_table_of_controls():
     assert set(KEPT) == set(controls.CONTROLS)
     assert all(getattr(controls, name) is f for name, f in controls.CONTROLS.items())
-    assert set(controls.__all__) == {*KEPT, "CONTROLS", "haar", "initialisation"}
+    assert set(controls.__all__) == {
+        *KEPT,
+        "CONTROLS",
+        "beside_untrained",
+        "haar",
+        "initialisation",
+    }
 
 
 @pytest.mark.parametrize("name", KEPT)
