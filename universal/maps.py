@@ -18,6 +18,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 
+SLICES = 64
+"""The most runs of successive columns that are copied as slices."""
+
+
 class Routing:
     """A matrix of zeros and ones with at most a single one in each column: y[:, c] = x[:, s_c].
 
@@ -88,9 +92,25 @@ Map = nnx.Param | Routing
 
 def gather(x: Float[Array, "rows width"], sources: np.ndarray) -> Float[Array, "rows out"]:
     """The columns `sources` of x, zeros for -1."""
+    # Slices, where there are few: their derivative is a pad, that of a gather is a scatter.
+    pieces = runs(sources)
+    if len(pieces) <= SLICES:
+        parts = [
+            jnp.zeros((x.shape[0], size), x.dtype) if start < 0 else x[:, start : start + size]
+            for start, size in pieces
+        ]
+        return jnp.concatenate(parts, axis=1)
     # JAX would wrap -1 around to the last column.
     places = np.where(sources < 0, x.shape[1], sources)
     return x.at[:, places].get(mode="fill", fill_value=0)
+
+
+def runs(sources: np.ndarray) -> list[tuple[int, int]]:
+    """(first source, how many): the runs of successive sources; a first source of -1 is zeros."""
+    inside = np.where(sources[:-1] < 0, sources[1:] < 0, sources[1:] == sources[:-1] + 1)
+    first = np.flatnonzero(np.concatenate([[True], ~inside]))
+    sizes = np.diff(first, append=len(sources))
+    return [(int(sources[place]), int(size)) for place, size in zip(first, sizes)]
 
 
 def at_layer(kernel: Map, layer, base: int = 3) -> Any:

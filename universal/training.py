@@ -9,7 +9,6 @@ train the embeddings and U alone.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import time
@@ -184,12 +183,14 @@ def logits(
         # As a product: the derivative of a gather is a scatter, which is slow on every device.
         one_hot = jax.nn.one_hot(ids, embedding.tokens.shape[0], dtype=embedding.tokens.dtype)
         x = one_hot @ embedding.tokens + embedding.positions[: ids.shape[0]]
-    # Layers of routings are programs of their own: one after another, none is chosen at run time.
-    apart = isinstance(flow, Blocks) and flow.routed
-    times = [float(t) for t in (range(flow.depth + 1) if apart else (0, flow.depth))]
-    for start, end in itertools.pairwise(times):
+    if isinstance(flow, Blocks) and flow.routed:
+        # Layers of routings are programs of their own: known ones, so that none is chosen at run
+        # time.
+        for layer in range(flow.depth):
+            x = flow.step(layer, x)
+    else:
         adjoint = ScanAdjoint(checkpoint=False)
-        x = simulate(flow, x, t0=start, t1=end, ts=[end], adjoint=adjoint).xs[-1]
+        x = simulate(flow, x, ts=[float(flow.depth)], adjoint=adjoint).xs[-1]
     with jax.default_matmul_precision("highest"):
         return reader(flow)(x) @ embedding.unembed
 
