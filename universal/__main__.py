@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from svflow.plotting import style
+from universal.components import Recipe
 from universal.presets import PAPER, PRESETS, Cell
+from universal.saved import digest
+from universal.solved import singular_values_of, solved
 from universal.training import Trained, train
-from universal.training_plot import accuracy_over_steps
-
-MACHINES = ("sparse", "random", "full")
+from universal.training_plot import accuracy_over_steps, attention_maps, singular_values
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of results and of what a killed run continues from (default: programs)",
     )
-    parser.add_argument("--only", metavar="TEXT", help="only cells whose name contains this")
+    parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        help="only cells whose name contains this; a name is the "
+        "task (dyck-1, k-hop), the machine (sparse, random, full; trained, initialised) and the "
+        "components (attention, norm, mlp; blocks), as in dyck-1-sparse-attention",
+    )
     parser.add_argument("--seeds", type=int, metavar="N", help="how many, instead of the preset's")
     return parser
 
@@ -91,16 +98,16 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         path = arguments.out / f"{cell.name}.npz"
         try:
             learnt = train(
-                cell.recipe, cell.learnt, cell.settings, seeds=seeds, out=path, progress=bar
+                cell.body, cell.learnt, cell.settings, seeds=seeds, out=path, progress=bar
             )
         except (ValueError, FloatingPointError) as error:
             raise type(error)(f"{cell.name}: {error}") from error
         found.append((cell, learnt))
         doc["cells"].append(entry(cell, learnt))
         _replace(arguments.out / "results.json", (json.dumps(doc, indent=1) + "\n").encode())
-    picture(found, arguments.out / "accuracy.png")
+    drawn = pictures(found, arguments.out)
     print(table(doc))
-    print(f"\n{arguments.out / 'results.json'}, accuracy.png and a file of each cell")
+    print(f"\n{arguments.out / 'results.json'}, a file of each cell, {', '.join(drawn)}")
 
 
 def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
@@ -111,8 +118,8 @@ def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
         components=cell.components,
         machine=cell.machine,
         draws=cell.learnt.name,
-        width=cell.recipe.width,
-        recipe=asdict(cell.recipe),
+        width=cell.body.width,
+        body=asdict(cell.body) if isinstance(cell.body, Recipe) else digest(cell.body),
         settings=asdict(cell.settings),
         seeds=learnt.settings["seeds"],
         paper=PAPER.get((cell.task, cell.components, cell.machine)),
@@ -133,9 +140,10 @@ def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
 def table(doc: dict[str, Any]) -> str:
     """The paper's table with its numbers in brackets, in percent."""
     cells = {(c["task"], c["components"], c["machine"]): c for c in doc["cells"]}
-    rows = [["", *MACHINES]]
+    machines = list(dict.fromkeys(machine for _, _, machine in cells))
+    rows = [["", *machines]]
     for place in dict.fromkeys((task, components) for task, components, _ in cells):
-        rows.append([", ".join(place), *(_shown(cells.get((*place, m))) for m in MACHINES)])
+        rows.append([", ".join(place), *(_shown(cells.get((*place, m))) for m in machines)])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)) for row in rows]
     lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
@@ -158,23 +166,51 @@ def _shown(cell: dict[str, Any] | None) -> str:
     return f"{100 * cell['mean']:.1f}{star}{spread}, {interval}{paper}"
 
 
-def picture(found: Sequence[tuple[Cell, Trained]], path: Path) -> None:
-    """Accuracy over steps, one picture for each task and components."""
-    groups: dict[tuple[str, str], dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+def pictures(found: Sequence[tuple[Cell, Trained]], folder: Path) -> list[str]:
+    """Accuracy over steps, singular values of E, and the attention of a solved sequence; names."""
+    groups: dict[tuple[str, str], list[tuple[Cell, Trained]]] = {}
     for cell, learnt in found:
-        curves = groups.setdefault((cell.task, cell.components), {})
-        curves[cell.machine] = learnt.evaluated, learnt.validation
-    columns = min(2, len(groups))
-    rows = -(-len(groups) // columns)
+        groups.setdefault((cell.task, cell.components), []).append((cell, learnt))
+    grids: dict[str, Callable[..., Any]] = {
+        "accuracy.png": lambda axes, cells, title: accuracy_over_steps(
+            axes,
+            {cell.machine: (learnt.evaluated, learnt.validation) for cell, learnt in cells},
+            theme="light",
+            title=title,
+        ),
+        "singular_values.png": lambda axes, cells, title: singular_values(
+            axes,
+            {cell.machine: singular_values_of(learnt) for cell, learnt in cells},
+            theme="light",
+            title=title,
+        ),
+    }
+    drawn = []
     with matplotlib.rc_context(style("light")):
-        figure = Figure(figsize=(5.2 * columns, 3.2 * rows), dpi=150)
-        for place, (title, curves) in enumerate(groups.items()):
-            axes = figure.add_subplot(rows, columns, place + 1)
-            accuracy_over_steps(axes, curves, theme="light", title=", ".join(title))
-        figure.tight_layout()
-        scratch = path.with_name(f".{path.name}.writing")
-        figure.savefig(scratch, format="png")
+        for name, draw in grids.items():
+            columns = min(2, len(groups))
+            rows = -(-len(groups) // columns)
+            figure = Figure(figsize=(5.2 * columns, 3.2 * rows), dpi=150)
+            for place, (title, cells) in enumerate(groups.items()):
+                draw(figure.add_subplot(rows, columns, place + 1), cells, ", ".join(title))
+            figure.tight_layout()
+            drawn.append(_save(figure, folder / name))
+        for cell, learnt in found:
+            one = solved(learnt, cell.learnt) if isinstance(cell.body, Recipe) else None
+            if one is None:
+                continue
+            figure = Figure(dpi=150)
+            title = f"{cell.task}, {cell.components}, {cell.machine}: attention"
+            attention_maps(figure, one.attention, one.symbols, theme="light", title=title)
+            drawn.append(_save(figure, folder / f"{cell.name}.attention.png"))
+    return drawn
+
+
+def _save(figure: Figure, path: Path) -> str:
+    scratch = path.with_name(f".{path.name}.writing")
+    figure.savefig(scratch, format="png")
     os.replace(scratch, path)
+    return path.name
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from svflow import Flow
+from svflow import Context, Flow
 from svflow.dtypes import at_least_float32
 from svflow.memory import check_memory
 from universal.maps import Routing, live_columns
@@ -117,6 +117,14 @@ class Blocks(Flow):
         with jax.default_matmul_precision("highest"):
             hidden = jax.nn.gelu(y @ _at(self.up, layer), approximate=False)
             return hidden @ _at(self.down, layer)
+
+    def attention_at(
+        self, layer, x: Float[Array, "tokens width"], context: Context | None = None
+    ) -> Float[Array, "heads tokens keys"]:
+        """The attention matrices of one layer at the state that enters it."""
+        place = self._layer(layer)
+        y = self._normed(x, *(_at(array, place, 0) for array in (self.gain, self.bias)))
+        return self.attention.attention(layer, y, context)
 
     def read(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
         """What the output is read from: the last state, behind LayerNorm where there is one."""

@@ -17,7 +17,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-
 SLICES = 64
 """The most runs of successive columns that are copied as slices."""
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from flax import nnx
+
+import svflow as sv
 from universal.components import Recipe
 from universal.tasks import Task, dyck1_task, k_hop_task
 from universal.training import Settings
 
 ATTENTION, NORMED, MLP = "attention only", "+ residual + LayerNorm", "+ frozen random MLP"
+BLOCKS = "a language model's blocks"
 PAPER = {
     ("Dyck-1", ATTENTION, "sparse"): "100",
     ("Dyck-1", ATTENTION, "random"): "94.4",
@@ -29,21 +33,23 @@ class Cell(NamedTuple):
 
     Arguments:
         task, components, machine: its names.
-        learnt, recipe, settings: what is trained.
+        learnt: the task that is trained on.
+        body: the machine, of every seed or one for all.
+        settings: of the training.
     """
 
     task: str
     components: str
     machine: str
     learnt: Task
-    recipe: Recipe
+    body: Recipe | sv.Flow
     settings: Settings
 
     @property
     def name(self) -> str:
         """Of its file, and what a filter is compared with."""
-        short = {ATTENTION: "attention", NORMED: "norm", MLP: "mlp"}[self.components]
-        return f"{self.task.lower()}-{self.machine}-{short}"
+        short = {ATTENTION: "attention", NORMED: "norm", MLP: "mlp", BLOCKS: "blocks"}
+        return f"{self.task.lower()}-{self.machine}-{short[self.components]}"
 
 
 class Preset(NamedTuple):
@@ -112,4 +118,20 @@ def _paper() -> Preset:
     return Preset(_table(dyck, hop, 1024), 4)
 
 
-PRESETS = {"tiny": _tiny, "small": _small, "paper": _paper}
+def _reprogram() -> Preset:
+    """The embedded language model's blocks, trained and as initialised, on the small tasks."""
+    record, path = sv.data.training_record(), sv.data.default_model_path()
+    trained = sv.load(path)
+    untrained = sv.Transformer(trained.config, rngs=nnx.Rngs(record["init_seed"]))
+    settings = Settings(
+        steps=1500, batch=64, learning_rate=3e-3, warmup=100, every=100, validation=512
+    )
+    cells = [
+        Cell(name, BLOCKS, machine, task, model.flow, settings)
+        for name, task in (("Dyck-1", dyck1_task(8)), ("k-hop", k_hop_task(20, 3, (0, 2))))
+        for machine, model in (("trained", trained), ("initialised", untrained))
+    ]
+    return Preset(tuple(cells), 2)
+
+
+PRESETS = {"tiny": _tiny, "small": _small, "paper": _paper, "reprogram": _reprogram}

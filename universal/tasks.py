@@ -47,6 +47,7 @@ class Task(NamedTuple):
         tokens: the length of a sequence.
         classes: how many labels there are.
         padding: the id of tokens that fill a sequence up, if there is one.
+        symbols: (vocab,) how the ids are written; None for their numbers.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Task(NamedTuple):
     tokens: int
     classes: int
     padding: int | None = None
+    symbols: tuple[str, ...] | None = None
 
 
 class Summary(NamedTuple):
@@ -246,7 +248,7 @@ def _k_hop(shares, alphabet: int, least: int, most: int) -> Batch:
 def dyck1_task(pairs: int = 30) -> Task:
     """`dyck1` as a task of two classes."""
     draw = functools.partial(dyck1, pairs=positive("pairs", pairs))
-    return Task(f"dyck1(pairs={pairs})", draw, 4, 2 * pairs + 3, 2, PAD)
+    return Task(f"dyck1(pairs={pairs})", draw, 4, 2 * pairs + 3, 2, PAD, ("", "(", ")", "?"))
 
 
 @functools.cache
@@ -254,7 +256,10 @@ def k_hop_task(length: int = 100, alphabet: int = 4, hops: tuple[int, int] = (0,
     """`k_hop` as a task; with hops = (k, k) it asks a model of larger hops for one k."""
     draw = functools.partial(k_hop, length=length, alphabet=alphabet, hops=_hops(hops))
     name = f"k_hop(length={length}, alphabet={alphabet}, hops={hops})"
-    return Task(name, draw, alphabet + hops[1] + 1, length + 1, alphabet)
+    letters = map(chr, range(ord("a"), ord("a") + alphabet))
+    symbols = (*letters, *(str(k) for k in range(hops[1] + 1)))
+    vocab = len(symbols)
+    return Task(name, draw, vocab, length + 1, alphabet, symbols=symbols)
 
 
 def summary(task: Task, key: Array, batch: int = 10_000) -> Summary:

@@ -20,11 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from svflow import Flow, ScanAdjoint, simulate
 from svflow.flow import check_flow
+from svflow.sharding import over_data
 from universal.components import Blocks, Recipe, read_columns, reader
+from universal.devices import spread
 from universal.saved import digest, saving
 from universal.sizes import positive
 from universal.tasks import Batch, Task
@@ -223,7 +226,7 @@ def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axi
     """
 
     def one(trained, state, frozen, key):
-        batch = task.draw(key, settings.batch)
+        batch = jax.tree.map(over_data, task.draw(key, settings.batch))
         slope = jax.value_and_grad(loss_of, has_aux=True)
         (value, asked), gradient = slope(trained, frozen, batch)
         with jax.numpy_dtype_promotion("standard"):  # which optax counts on
@@ -244,7 +247,7 @@ def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
     """(5, seeds): right answers, answers, sequences with one; ids and labels that are none."""
 
     def one(embedding, flow, key):
-        ids, labels, mask = task.draw(key, count)
+        ids, labels, mask = map(over_data, task.draw(key, count))
         found = jnp.argmax(jax.vmap(functools.partial(logits, embedding, flow))(ids), axis=-1)
         counted = (
             (found.astype(labels.dtype) == labels) & mask,
@@ -328,6 +331,7 @@ def train(
     *,
     seeds: Sequence[int] = (0,),
     out: str | os.PathLike[str] | None = None,
+    mesh: Mesh | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Trained:
     """Learns a program for a machine: its embeddings and output, and nothing else.
@@ -344,6 +348,8 @@ def train(
         settings: `Settings()` by default.
         seeds: integers, each once.
         out: an .npz file, made or continued, and replaced at every evaluation.
+        mesh: of `jax.make_mesh`: its axis `data` takes the seeds where they divide by it, and the
+            sequences of every batch otherwise. The numbers are the same to rounding.
         progress: wraps the range of steps, `Settings.together` at a time, for example `tqdm.tqdm`,
             which is told the accuracies.
 
@@ -355,6 +361,7 @@ def train(
     """
     settings = Settings() if settings is None else settings
     seeds = _check(machine, task, settings, seeds)
+    put, on_mesh = spread(mesh, len(seeds), settings.batch)
     drawn = isinstance(machine, Recipe)
     leaf = next((leaf for leaf in jax.tree.leaves(machine) if not drawn), None)
     dtype = jnp.result_type(float) if leaf is None else leaf.dtype
@@ -365,11 +372,11 @@ def train(
         seeds=list(seeds),
         dtype=str(dtype),
     )
-    with saving(out, asked) as file:
+    with saving(out, asked) as file, on_mesh:
         before = file.read()
         flow: Any = machine
         if isinstance(machine, Recipe):
-            flow = _machines(_stream(seeds, MACHINE), machine=machine)
+            flow = put(_machines(_stream(seeds, MACHINE), machine=machine))
         everything = isinstance(machine, Recipe) and machine.kind == "full"
         frozen = None if everything else flow
         start = _starts(
@@ -404,6 +411,7 @@ def train(
             head, arrays = before
             records = {name: arrays.pop(name) for name in RECORDS}
             trained, state = _restored(arrays, (trained, state), file.path)
+        trained, state = put((trained, state))
         pending: list[Any] = []
         steps = settings.steps if not _solved(records["validation"], settings) else 0
         together = settings.together
