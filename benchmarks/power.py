@@ -1,42 +1,28 @@
 """The power flow against loops, and its attention in chunks against its bounds.
 
-    python benchmarks/power.py [--part runs] [--part long] [--runs 1000] [--batch 50]
-        [--run-layers 500] [--tokens 65536] [--layers 50] [--heads 1] [--rounds 5]
-        [--out FILE.json]
-
-Equality is checked first; the contestants are interleaved in one run on the same cores, medians
-over rounds. float32 throughout, NumPy's own float64 besides.
-
-- runs: independent runs of 64 tokens, width 64, 4 heads, as one jitted call (`jax.lax.map` of
-  `jax.vmap` over --batch runs, which keeps a batch's scores in the caches; --batch 0: one
-  `jax.vmap` of all), against the loop over runs, layers and heads in NumPy (timed on a few runs
-  and layers, since all cost the same), NumPy batched over the runs of a chunk, and PyTorch's bmm.
-- long: full attention over --tokens tokens of width 64, in a process of its own: seconds a layer
-  and peak memory, against its matrix products alone at the rate measured on the same shapes and as
-  many exponentials; and at 2048 tokens the equality with the dense path.
+- power/runs: independent runs as one jitted call (`jax.lax.map` of `jax.vmap` over a batch, which
+  keeps a batch's scores in the caches), against the loop over runs, layers and heads in NumPy (a
+  few runs), NumPy batched over the runs of a chunk, and PyTorch's bmm. Peers run ten layers.
+- power/long: full attention over very many tokens, against its matrix products alone, on the same
+  shapes, and as many exponentials; equality with the dense path where that fits.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import race, seconds
 
 import svflow as sv
+from benchmarks.rows import Case, Peer, row
 from svflow import attention
 from svflow.power.flow import PowerFlow
 
 WIDTH = 64
-SAMPLE = 8  # Runs that the NumPy loop is timed on.
-SAMPLE_LAYERS = 20  # Layers that the peers are timed on.
+SAMPLE = 8  # Runs of the NumPy loop.
+SHORT = 10  # Layers of the peers: the directions of rounding grow over many.
 
 
 def weights_of(heads: int, seed: int = 0) -> list[np.ndarray]:
@@ -118,190 +104,106 @@ def ends_of(flow, x0, batch: int):
     return jax.lax.map(end, x0, batch_size=batch) if batch else jax.vmap(end)(x0)
 
 
-def runs(count: int, layers: int, batch: int, rounds: int, tokens: int = 64, heads: int = 4):
-    import torch
+def apart(a, b) -> float:
+    """The largest difference of states on the unit sphere."""
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
+
+def runs(count, layers, batch, tokens=64, heads=4) -> Case:
     weights = weights_of(heads)
-    random = np.random.default_rng(1)
-    x0 = unit(random.normal(size=(count, tokens, WIDTH))).astype(np.float32)
-    few = x0[:SAMPLE]
+    x0 = unit(np.random.default_rng(1).normal(size=(count, tokens, WIDTH))).astype(np.float32)
+    few, short = x0[:SAMPLE], min(layers, SHORT)
     flow = PowerFlow(*weights, depth=layers)
-    size = min(batch or count, count)
-    short = min(layers, SAMPLE_LAYERS)
-    # Every path the same, in few layers: the directions of rounding grow over many.
-    check = flow.repeated(min(layers, 10))
-    reference = numpy_loop([w.astype(np.float64) for w in weights], few, check.depth)
-    errors = {
-        name: float(np.abs(np.asarray(found) - reference).max())
-        for name, found in dict(
-            svflow=ends_of(check, few, min(batch, len(few))),
-            numpy_loop=numpy_loop(weights, few, check.depth),
-            numpy_batched=numpy_batched(weights, few, check.depth, size),
-            torch=torch_batched(weights, few, check.depth, size),
-        ).items()
-    }
-    if max(errors.values()) > 1e-4:
-        raise SystemExit(f"the runs differ: {errors}")
-    compile_s = seconds(lambda: ends_of(flow, x0, batch))
-    wide = [w.astype(np.float64) for w in weights]
-    medians = race(
-        dict(
-            svflow=lambda: ends_of(flow, x0, batch),
-            numpy_loop=lambda: numpy_loop(weights, few, short),
-            numpy_loop_float64=lambda: numpy_loop(wide, few.astype(np.float64), short),
-            numpy_batched=lambda: numpy_batched(weights, x0, short, size),
-            torch=lambda: torch_batched(weights, x0, short, size),
-        ),
-        rounds,
-    )
-    share = layers / short  # of the layers timed, and for the loop of the runs
-    for name in medians:
-        if name != "svflow":
-            medians[name] *= share * (count / len(few) if "loop" in name else 1)
-    # Multiplications and additions: projections and output, scores and mixing.
-    flops = count * layers * 2 * tokens * WIDTH * (4 * WIDTH + 2 * tokens)
-    return dict(
-        runs=count,
-        layers=layers,
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        threads=torch.get_num_threads(),
-        compile_and_first_s=compile_s,
-        **{f"{name}_error": error for name, error in errors.items()},
-        **{f"{name}_s": t for name, t in medians.items()},
-        **{f"{name}_over_svflow": t / medians["svflow"] for name, t in medians.items()},
-        gflops=flops / medians["svflow"] / 1e9,
+
+    def error(_, theirs):
+        some = x0[: len(theirs)]
+        return apart(ends_of(flow.repeated(short), some, min(batch, len(some))), theirs)
+
+    def torch():
+        import torch  # noqa: F401
+
+        return lambda: torch_batched(weights, x0, short, batch)
+
+    share = layers / short
+    return Case(
+        ours=lambda: ends_of(flow, x0, batch),
+        peers={
+            "NumPy loop": Peer(
+                lambda: lambda: numpy_loop(weights, few, short),
+                1 / 20,
+                error,
+                times=share * count / len(few),
+            ),
+            "NumPy batched": Peer(
+                lambda: lambda: numpy_batched(weights, x0, short, batch), None, error, times=share
+            ),
+            "PyTorch batched": Peer(torch, 1.0, error, times=share),
+        },
     )
 
 
-def memory(field: str) -> int:
-    # Not getrusage: its maximum is inherited from the parent across exec.
-    with open("/proc/self/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields[field].split()[0]) * 1024
-
-
-def equality(heads: int, tokens: int = 2048, chunk: int = 256) -> float:
-    """The largest difference between the dense path and chunks, in one layer's attention."""
-    random = np.random.default_rng(2)
-    q, k, v = (jnp.asarray(random.normal(size=(tokens, heads, 64)), jnp.float32) for _ in range(3))
-    scale = jnp.asarray(0.125, jnp.float32)
-
-    def both(q, k, v):
-        weights = attention.attention_weights(
-            q, [k], attention.allowed_keys(tokens, causal=False), scale=scale
-        )
-        parts = attention.attend(q, k, v, scale=scale, chunk=chunk)
-        return jnp.max(jnp.abs(attention.mix_values(weights, [v]) - parts))
-
-    return float(jax.jit(both)(q, k, v))
-
-
-def long(tokens: int, layers: int, heads: int, rounds: int) -> dict:
-    error = equality(heads)
-    if error > 1e-5:
-        raise SystemExit(f"chunks differ from the dense path: {error:.1e}")
-    jax.jit(lambda x: x + 1)(jnp.zeros(8)).block_until_ready()
-    before = memory("VmRSS")
-    flow = PowerFlow(*weights_of(heads), depth=layers)
+def long(tokens, dense_tokens, chunk=None) -> Case:
     random = np.random.default_rng(3)
+    flow = PowerFlow(*weights_of(1), depth=1)
     x0 = jnp.asarray(unit(random.normal(size=(tokens, WIDTH))), jnp.float32)
-    one = jax.jit(lambda flow, x: flow.step(0, x))
-    compile_s = seconds(lambda: one(flow, x0))
-    start = time.perf_counter()
-    end = jax.block_until_ready(sv.simulate(flow, x0, ts=[float(layers)]).xs[-1])
-    total = time.perf_counter() - start
-    peak = memory("VmHWM") - before
-    if not bool(jnp.isfinite(end).all()):
-        raise SystemExit("a state is not finite")
+    step = jax.jit(lambda flow, x: flow.step(0, x))
 
-    # The two products of a chunk and its exponentials, each alone in a loop over several chunks
-    # whose results stay in one buffer.
-    chunk = min(tokens, attention.query_chunk(tokens, heads))
-    head, count = WIDTH // heads, max(1, min(8, tokens // chunk))
-    q = jnp.asarray(random.normal(size=(count, chunk, head)), jnp.float32)
-    k, v = (jnp.asarray(random.normal(size=(tokens, head)), jnp.float32) for _ in range(2))
-    scores = jnp.asarray(random.normal(size=(chunk, tokens)), jnp.float32)
+    def check(end):
+        """Chunks against all scores at once, and that the step ends on the sphere."""
+        q, k, v = (
+            jnp.asarray(random.normal(size=(dense_tokens, 1, WIDTH)), jnp.float32) for _ in "qkv"
+        )
+        scale = jnp.asarray(WIDTH**-0.5, jnp.float32)
+        allowed = attention.allowed_keys(dense_tokens, causal=False)
+        weights = attention.attention_weights(q, [k], allowed, scale=scale)
+        parts = attention.attend(q, k, v, scale=scale, chunk=dense_tokens // 8)
+        off = jnp.abs(jnp.linalg.norm(end, axis=-1) - 1).max()
+        return max(apart(parts, attention.mix_values(weights, [v])), float(off))
+
+    # A chunk's two products and its exponentials in a loop over several chunks whose results stay
+    # in one buffer.
+    rows = min(tokens, attention.query_chunk(tokens, 1)) if chunk is None else chunk
+    count = max(1, min(8, tokens // rows))
+    q = jnp.asarray(random.normal(size=(count, rows, WIDTH)), jnp.float32)
+    k, v = (jnp.asarray(random.normal(size=(tokens, WIDTH)), jnp.float32) for _ in "kv")
 
     @jax.jit
-    def products(q, k, v, scores):
-        def both(total, q):
+    def bound(q, k, v):
+        def one(total, q):
             # The first product's result is used whole, at little cost.
-            s = jax.lax.optimization_barrier(q @ k.T)
-            mixed = jax.lax.optimization_barrier(s @ v)
-            return total + mixed, None
+            scores = jax.lax.optimization_barrier(q @ k.T)
+            share = jax.lax.optimization_barrier(jnp.exp(-scores))
+            return total + jax.lax.optimization_barrier(share @ v), None
 
-        return jax.lax.scan(both, jnp.zeros((q.shape[1], head), q.dtype), q)[0]
+        return jax.lax.scan(one, jnp.zeros((rows, WIDTH), q.dtype), q)[0]
 
-    @jax.jit
-    def exponentials(scores):
-        def again(s, _):
-            return jax.lax.optimization_barrier(jnp.exp(-s)), None
-
-        return jax.lax.scan(again, scores, length=count)[0]
-
-    medians = race(
-        dict(
-            layer=lambda: one(flow, x0),
-            products=lambda: products(q, k, v, scores),
-            exponentials=lambda: exponentials(scores),
-        ),
-        rounds,
-    )
-    times = heads * tokens / (chunk * count)
-    bound = times * (medians["products"] + medians["exponentials"])
-    return dict(
-        tokens=tokens,
-        layers=layers,
-        heads=heads,
-        chunk=chunk,
-        chunks_against_dense=error,
-        compile_and_first_s=compile_s,
-        total_s=total,
-        layer_s=medians["layer"],
-        products_s=times * medians["products"],
-        exponentials_s=times * medians["exponentials"],
-        layer_over_both=medians["layer"] / bound,
-        run_over_both=total / layers / bound,
-        products_gflops=4 * chunk * count * tokens * head / medians["products"] / 1e9,
-        peak_gb=peak / 1e9,
+    return Case(
+        ours=lambda: step(flow, x0),
+        peers={
+            "its products and exponentials": Peer(
+                lambda: lambda: bound(q, k, v), 2.0, None, times=tokens / (rows * count)
+            )
+        },
+        check=check,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", action="append", choices=["runs", "long"])
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--run-layers", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--layers", type=int, default=50)
-    parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        row = long(options.tokens, options.layers, options.heads, options.rounds)
-        print(json.dumps(row))
-        return
-    rows = {}
-    for part in options.part or ["runs", "long"]:
-        if part == "runs":
-            row = runs(options.runs, options.run_layers, options.batch, options.rounds)
-        else:
-            command = [sys.executable, __file__, "--child"]
-            for name in ("tokens", "layers", "heads", "rounds"):
-                command += [f"--{name}", str(getattr(options, name))]
-            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            row = json.loads(child.stdout.splitlines()[-1])
-        rows[part] = row
-        print(part, "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(dict(jax=jax.__version__, numpy=np.__version__, **rows), file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+row(
+    "power/runs",
+    "1000 runs of a power flow, 64 tokens of width 64, 4 heads, 500 layers, in one call",
+    runs,
+    full=dict(count=1000, layers=500, batch=50),
+    quick=dict(count=12, layers=12, batch=4, tokens=8),
+    tolerance=1e-4,
+    rounds=3,
+)
+row(
+    "power/long",
+    "one layer of a power flow over 65 536 tokens of width 64, full attention",
+    long,
+    full=dict(tokens=65536, dense_tokens=2048),
+    quick=dict(tokens=64, dense_tokens=32, chunk=16),
+    tolerance=1e-5,
+    most_peak=1.5e9,
+    rounds=3,
+)

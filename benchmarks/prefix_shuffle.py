@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 import svflow as sv
 from svflow import plotting
-from svflow.score.shuffle import Shuffle, prefix_shuffle, table, twins
+from svflow.score.shuffle import Shuffle, medians, prefix_shuffle, table, twins
 from svflow.score.shuffle_plot import shuffle_picture
 
 
@@ -77,6 +77,10 @@ def numbers(study: Shuffle | None) -> dict | None:
     """By metric and fraction, the median change per layer; and the correlations."""
     if study is None:
         return None
+
+    def over(change):
+        return [medians(change[:, place]) for place in range(len(study.fractions))]
+
     return dict(
         tokens=study.tokens,
         suffix=study.suffix,
@@ -84,8 +88,8 @@ def numbers(study: Shuffle | None) -> dict | None:
         draws=next(iter(study.metric.values())).shape[2],
         fractions=study.fractions.tolist(),
         unshuffled={name: short(v.mean(axis=0)) for name, v in study.unshuffled.items()},
-        change={name: short(np.median(v, axis=(0, 2))) for name, v in study.change.items()},
-        size={name: short(np.median(np.abs(v), axis=(0, 2))) for name, v in study.change.items()},
+        change={name: short(over(v)) for name, v in study.change.items()},
+        size={name: short(over(np.abs(v))) for name, v in study.change.items()},
         loss=None if study.loss is None else short(study.loss.mean(axis=(0, 2))),
         rho={name: short(v) for name, v in study.rho.items()},
         p_value={name: short(v) for name, v in study.p_value.items()},

@@ -1,189 +1,200 @@
 """Jacobians and spectra against their peers and their bounds.
 
-    python benchmarks/spectra.py [--gguf FILE] [--rounds 7] [--out FILE.json]
-
-Equality is checked first; the contestants are interleaved in one run on the same cores, each timed
-call after an untimed one of its own, medians over rounds.
-
-- block: the frozen Jacobian of the last of 64 tokens in a block of GPT-2 small's shape, float32,
-  against `torch.func.jacrev` on Hugging Face's block, and against the twelve width^3 matrix
-  products that it contains, multiplied by JAX.
-- causal: the spectrum of all tokens to all tokens at 4 tokens and width 768, float64, against the
-  eigenvalues of the dense Jacobian, built and solved.
-- model: with --gguf, every frozen last-token Jacobian of a model on one prompt, with full spectra
-  and all measures, against LAPACK alone on the same matrices: eigenvalues and singular values, one
-  matrix after another as NumPy does it, and in the same threads.
+- spectra/frozen: the frozen Jacobian of the last token in a GPT-2 block, against
+  `torch.func.jacrev` on Hugging Face's block and the twelve width^3 products that it contains.
+- spectra/causal: all tokens to all tokens, float64, against the dense Jacobian, built and solved.
+- spectra/leading: the leading eigenvalues of a whole layer against ARPACK over `torch.func.jvp`.
+- spectra/smollm2: every frozen last-token Jacobian of a model, full spectra and all measures,
+  against LAPACK alone on the same matrices, one after another and in the same threads.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-import transformers
-from flax import nnx
-from timing import race, seconds
+from scipy.sparse.linalg import LinearOperator, eigs
 
 import svflow as sv
+from benchmarks import models
+from benchmarks.forward import states
+from benchmarks.rows import GGUF, Case, Peer, row
 from svflow.spectra.lapack import in_threads
 
 
-def products(weights, x):
+def hausdorff(a, b) -> float:
+    """The distance of two sets of eigenvalues, in units of the spectral radius of the second."""
+    a, b = np.asarray(a).ravel(), np.asarray(b).ravel()
+    apart = np.abs(a[:, None] - b[None])
+    return float(max(apart.min(0).max(), apart.min(1).max()) / np.abs(b).max())
+
+
+def largest(a, b) -> float:
+    """The largest difference, in units of the largest entry of b."""
+    a, b = np.asarray(a), np.asarray(b)
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+@jax.jit
+def twelve_products(weights, x):
     """The twelve width^3 products of a block's Jacobian, as they follow each other."""
     up, down, output, query, key, value = weights
     x = ((x @ down.T) @ up.T) @ output.T
     return x @ query.T + x @ key.T + x @ value.T
 
 
-def block(rounds: int, tokens: int = 64) -> dict:
-    torch.manual_seed(0)
-    theirs = transformers.GPT2Model(
-        transformers.GPT2Config(n_layer=2, attn_implementation="eager")
-    ).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        ours = sv.load(folder)
-    ids = np.random.default_rng(0).integers(0, 50257, tokens)
-    x = sv.simulate(ours.flow, ours.embed(ids)).xs[1]
-    state, layer = torch.tensor(np.asarray(x)), theirs.h[1]
-
-    def last(row):
-        out = layer(torch.cat([state[:-1], row[None]])[None])
-        return (out if isinstance(out, torch.Tensor) else out[0])[0, -1]
+def frozen(shape, tokens) -> Case:
+    net = models.model(shape | dict(n_layer=2))
+    x = states(net, jnp.asarray(models.ids_of(net, tokens), jnp.int32))[1]
 
     def jacrev():
-        return torch.func.jacrev(last)(state[-1])
+        import torch
 
-    def frozen():
-        return sv.jacobian(ours.flow, 1, x)
+        step, state = models.block(net, 1), torch.tensor(np.asarray(x))
 
-    reference = jacrev().detach().numpy()
-    compile_s = seconds(frozen)
-    error = float(np.abs(np.asarray(frozen()) - reference).max() / np.abs(reference).max())
-    if error > 1e-5:
-        raise SystemExit(f"the Jacobians differ: {error:.1e}")
-    layers = ours.flow.layers
-    weights = [
-        linear.kernel[...][1]
-        for linear in (
-            layers.feed_forward.up,
-            layers.feed_forward.down,
-            layers.attention.output,
-            layers.attention.query,
-            layers.attention.key,
-            layers.attention.value,
-        )
-    ]
-    bound = jax.jit(products)
-    start = jnp.asarray(np.random.default_rng(1).normal(size=(768, 768)), jnp.float32)
-    medians = race(dict(frozen=frozen, products=lambda: bound(weights, start)), 4 * rounds)
-    slow = race(dict(jacrev=jacrev, frozen=frozen), 3)
-    return dict(
-        tokens=tokens,
-        max_error_relative=error,
-        compile_s=compile_s,
-        frozen_ms=1e3 * medians["frozen"],
-        products_ms=1e3 * medians["products"],
-        jacrev_ms=1e3 * slow["jacrev"],
-        of_products=medians["frozen"] / medians["products"],
-        jacrev_over_frozen=slow["jacrev"] / slow["frozen"],
+        def last(token):
+            return step(torch.cat([state[:-1], token[None]]))[-1]
+
+        return lambda: torch.func.jacrev(last)(state[-1]).detach().numpy()
+
+    def products():
+        layers, width = net.flow.layers, net.flow.width
+        hidden, attention = layers.feed_forward, layers.attention
+        linears = (
+            hidden.up, hidden.down, attention.output, attention.query, attention.key,
+            attention.value,
+        )  # fmt: skip
+        weights = [linear.kernel[...][1] for linear in linears]
+        start = jax.random.normal(jax.random.key(1), (width, width), jnp.float32)
+        return lambda: twelve_products(weights, start)
+
+    return Case(
+        ours=lambda: sv.jacobian(net.flow, 1, x),
+        peers={
+            "torch.func.jacrev on Hugging Face": Peer(jacrev, 1 / 100, largest),
+            "its twelve products": Peer(products, 1.5, None),
+        },
     )
 
 
-def hausdorff(a, b) -> float:
-    apart = np.abs(a[:, None] - b[None])
-    return float(max(apart.min(0).max(), apart.min(1).max()))
+def causal(shape, tokens) -> Case:
+    net = models.model(shape | dict(n_layer=2), dtype=jnp.float64)
+    x = states(net, jnp.asarray(models.ids_of(net, tokens), jnp.int32))[1]
 
+    def dense():
+        J = sv.jacobian(net.flow, 1, x, scope="full")
+        return np.linalg.eigvals(np.asarray(J).reshape(x.size, x.size))
 
-def causal(rounds: int, tokens: int = 4) -> dict:
-    with jax.enable_x64(True):
-        config = transformers.GPT2Config(n_layer=2).to_dict()
-        config = sv.TransformerConfig.from_hf(config | {"architectures": ["GPT2LMHeadModel"]})
-        model = sv.Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.float64)
-        x = sv.simulate(model.flow, model.embed(np.arange(tokens))).xs[1]
-
-        def union():
-            return sv.causal_spectrum(model.flow, 1, x)
-
-        def dense():
-            J = sv.jacobian(model.flow, 1, x, scope="full")
-            return np.linalg.eigvals(np.asarray(J).reshape(x.size, x.size))
-
-        reference = dense()
-        radius = np.abs(reference).max()
-        # The transpose has the same eigenvalues: how far the dense solve itself is off.
-        J = np.asarray(sv.jacobian(model.flow, 1, x, scope="full")).reshape(x.size, x.size)
-        noise = hausdorff(np.linalg.eigvals(J.T), reference) / radius
-        error = hausdorff(np.asarray(union()).ravel(), reference) / radius
-        medians = race(dict(union=union, dense=dense), max(1, rounds // 3))
-    return dict(
-        tokens=tokens,
-        hausdorff_over_radius=error,
-        dense_against_its_transpose=noise,
-        union_s=medians["union"],
-        dense_s=medians["dense"],
-        dense_over_union=medians["dense"] / medians["union"],
+    return Case(
+        ours=lambda: sv.causal_spectrum(net.flow, 1, x),
+        peers={"dense Jacobian and NumPy": Peer(lambda: dense, 1 / 8, hausdorff)},
     )
 
 
-def model(path: str, rounds: int) -> dict:
-    loaded = sv.load(path)
-    ids = sv.load_tokenizer(path).encode(
-        "The ship drew on; had safely passed the chasm which some volcanic shock has made."
+def leading(shape, tokens, count) -> Case:
+    net = models.model(shape | dict(n_layer=2))
+    x = states(net, jnp.asarray(models.ids_of(net, tokens), jnp.int32))[1]
+
+    def certified():
+        found = sv.partial_spectrum(net.flow, 1, x, count)
+        if not found.converged.all():
+            raise ValueError(f"{int(found.converged.sum())} of {count} eigenvalues are certified")
+        return found.values
+
+    def arpack():
+        import torch
+
+        step, state = models.block(net, 1), torch.tensor(np.asarray(x))
+
+        def apply(v):
+            with torch.no_grad():
+                tangent = torch.tensor(v.reshape(x.shape), dtype=state.dtype)
+                return torch.func.jvp(step, (state,), (tangent,))[1].numpy().ravel()
+
+        A = LinearOperator((x.size, x.size), matvec=apply, dtype=np.float64)
+        tol = float(np.finfo(np.float32).eps) ** (2 / 3)  # the default of ours
+        start = np.random.default_rng(0).normal(size=x.size)
+        return lambda: eigs(A, count, which="LM", tol=tol, v0=start, return_eigenvectors=False)
+
+    def error(ours, theirs):
+        # A pair that the count cuts is there with one member on either side.
+        a, b = (np.sort_complex(np.asarray(v).real + 1j * np.abs(np.asarray(v).imag)) for v in (ours, theirs))
+        return largest(a, b)
+
+    return Case(
+        ours=certified,
+        peers={"ARPACK over torch.func.jvp": Peer(arpack, 1 / 5, error)},
     )
-    x0 = loaded.embed(ids)
+
+
+def whole(source, tokens) -> Case:
+    net = models.model(source)
+    ids = jnp.asarray(models.ids_of(net, tokens), jnp.int32)
 
     def ours():
-        J = sv.layer_jacobians(loaded.flow, sv.simulate(loaded.flow, x0).xs)
+        J = sv.layer_jacobians(net.flow, states(net, ids))
         return J, sv.measures(J)
-
-    J = np.asarray(ours()[0])
 
     def lapack(a):
         return np.linalg.eigvals(a), np.linalg.svd(a)
 
-    wide = J.astype(np.float64)
-    medians = race(
-        {
-            "ours": ours,
-            "lapack": lambda: [lapack(a) for a in J],
-            "lapack_float64_in_threads": lambda: in_threads(lapack, list(wide)),
-        },
-        rounds,
-    )
-    return dict(
-        layers=len(J),
-        width=J.shape[-1],
-        tokens=len(ids),
-        **{f"{name}_s": t for name, t in medians.items()},
-        of_lapack=medians["ours"] / medians["lapack"],
-        of_lapack_in_threads=medians["ours"] / medians["lapack_float64_in_threads"],
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gguf")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out")
-    options = parser.parse_args()
-    rows = dict(block=block(options.rounds), causal=causal(options.rounds))
-    if options.gguf:
-        rows["model"] = model(options.gguf, options.rounds)
-    for name, row in rows.items():
-        print(name, "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
-    if options.out:
-        versions = dict(
-            jax=jax.__version__, torch=torch.__version__, transformers=transformers.__version__
+    def error(result, solved):
+        found = result[1]
+        pairs = zip(np.asarray(found.eigenvalues), np.asarray(found.singular_values), solved)
+        return max(
+            max(hausdorff(values, wanted), largest(sigma, svd.S))
+            for values, sigma, (wanted, svd) in pairs
         )
-        with open(options.out, "w") as file:
-            json.dump(dict(versions, threads=torch.get_num_threads(), **rows), file, indent=1)
+
+    def alone():
+        J = np.asarray(ours()[0])
+        return lambda: [lapack(a) for a in J]
+
+    def threads():
+        wide = np.asarray(ours()[0], np.float64)
+        return lambda: in_threads(lapack, list(wide))
+
+    return Case(
+        ours=ours,
+        peers={
+            "LAPACK, one matrix after another": Peer(alone, 1.3, None),
+            "LAPACK, in the same threads": Peer(threads, 1.3, error),
+        },
+    )
 
 
-if __name__ == "__main__":
-    main()
+row(
+    "spectra/frozen",
+    "frozen Jacobian of the last of 64 tokens, GPT-2-small block",
+    frozen,
+    full=dict(shape=models.GPT2, tokens=64),
+    quick=dict(shape=models.GPT2_TINY, tokens=7),
+    tolerance=1e-5,
+)
+row(
+    "spectra/causal",
+    "spectrum of all of 4 tokens to all, width 768, float64",
+    causal,
+    full=dict(shape=models.GPT2, tokens=4),
+    quick=dict(shape=models.GPT2_TINY, tokens=3),
+    tolerance=1e-8,
+    rounds=3,
+    x64=True,
+)
+row(
+    "spectra/leading",
+    "ten largest eigenvalues of a whole layer, all certified, GPT-2-small shape, 16 tokens",
+    leading,
+    full=dict(shape=models.GPT2, tokens=16, count=10),
+    quick=dict(shape=models.GPT2_TINY, tokens=12, count=2),
+    tolerance=1e-4,
+    rounds=3,
+)
+row(
+    "spectra/smollm2",
+    "SmolLM2-135M, 18 tokens: 30 frozen Jacobians, full spectra and all measures",
+    whole,
+    full=dict(source=GGUF, tokens=18),
+    quick=dict(source=models.LLAMA_TINY, tokens=7),
+    tolerance=1e-6,
+)

@@ -1,13 +1,19 @@
-"""Timing contestants in turns."""
+"""Times, compile times and memory of calls."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
 import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 PAUSE = 0.3  # Seconds: torch's idle OpenMP threads spin for up to 0.2 s and would slow the next.
+COMPILING = "/jax/core/compile/"
 
 
 def seconds(f) -> float:
@@ -16,8 +22,8 @@ def seconds(f) -> float:
     return time.perf_counter() - start
 
 
-def race(contestants, rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns."""
+def turns(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every call of each, in turns whose order turns from round to round."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds):
         for place in range(len(contestants)):
@@ -26,4 +32,71 @@ def race(contestants, rounds: int) -> dict[str, float]:
             if times[name] == [] or np.median(times[name]) < 2:
                 seconds(contestants[name])  # its own caches and threads, not its neighbour's
             times[name].append(seconds(contestants[name]))
-    return {name: float(np.median(t)) for name, t in times.items()}
+    return times
+
+
+def race(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, in turns."""
+    return {name: float(np.median(t)) for name, t in turns(contestants, rounds).items()}
+
+
+class Compiling:
+    """Seconds in which JAX traces, lowers or compiles within a `with`, counted once each."""
+
+    def __enter__(self) -> Compiling:
+        self._spans: list[tuple[float, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def _listen(self, event: str, duration: float, **_: Any) -> None:
+        if event.startswith(COMPILING):
+            end = time.perf_counter()
+            self._spans.append((end - duration, end))
+
+    def __exit__(self, *exception: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    @property
+    def seconds(self) -> float:
+        total, until = 0.0, -np.inf
+        for start, end in sorted(self._spans):  # a function traced within another: one span
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+
+class Peak(NamedTuple):
+    """What a call returned, and how far memory rose above what was held before it."""
+
+    result: Any
+    bytes: int | None
+
+
+def peak(f: Callable[[], Any]) -> Peak:
+    """Calls f; its peak of resident memory on Linux, of the device on an accelerator.
+
+    The kernel's high-water mark is set back before the call, and free memory given back to it. An
+    accelerator's cannot be set back: there it is the peak since the start of the process. None
+    where neither is known.
+    """
+    gc.collect()
+    if jax.default_backend() != "cpu":
+        result = jax.block_until_ready(f())
+        return Peak(result, (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
+    if sys.platform != "linux":
+        return Peak(jax.block_until_ready(f()), None)
+    ctypes.CDLL(None).malloc_trim(0)
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return Peak(jax.block_until_ready(f()), None)
+    before = _status("VmRSS")
+    result = jax.block_until_ready(f())
+    return Peak(result, max(0, _status("VmHWM") - before))
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields[field].split()[0]) * 1024

@@ -92,18 +92,19 @@ def mix_values(
 SCORES = 2**25  # How many scores `attend` holds at once: 128 MiB in float32.
 
 
-def query_chunk(tokens: int, heads: int) -> int:
+def query_chunk(tokens: int, heads: int, queries: int | None = None) -> int:
     """How many queries `attend` takes at a time: all, or as many of one head as `SCORES` allows.
 
     A few hundred rows keep the matrix products as fast as they get; more than 1024 gain nothing.
     """
-    if heads * tokens * tokens <= SCORES:
-        return tokens
-    return max(1, min(1024, SCORES // tokens))
+    queries = tokens if queries is None else queries
+    if heads * queries * tokens <= SCORES:
+        return queries
+    return max(1, min(1024, queries, SCORES // tokens))
 
 
 def attend(
-    query: Float[Array, "tokens heads head"],
+    query: Float[Array, "rows heads head"],
     key: Float[Array, "tokens heads head"],
     value: Float[Array, "tokens heads value"],
     *,
@@ -111,15 +112,19 @@ def attend(
     causal: bool = False,
     mask: Bool[Array, " tokens"] | None = None,
     chunk: int | None = None,
-) -> Float[Array, "tokens heads value"]:
+    rows: Int[Array, " rows"] | None = None,
+) -> Float[Array, "rows heads value"]:
     """sum_j softmax_j( scale q_i . k_j ) v_j for every head, without the matrix of all scores.
 
     Rows of queries are independent, so `chunk` of them (by default `query_chunk`), of one head at
     a time, have their scores in memory; reverse mode computes these again. The softmax is taken
-    in float32 at least, and divided by its sum after the values are mixed.
+    in float32 at least, and divided by its sum after the values are mixed. `rows`: which tokens the
+    queries are of; None for all of them in order.
     """
-    tokens, heads, _ = query.shape
-    chunk = query_chunk(tokens, heads) if chunk is None else min(chunk, tokens)
+    tokens, queries, heads = key.shape[0], *query.shape[:2]
+    chunk = query_chunk(tokens, heads, queries) if chunk is None else min(chunk, queries)
+    if rows is None:
+        rows = jnp.arange(tokens)
     q, k, v = (query * scale).transpose(1, 0, 2), key.transpose(1, 2, 0), value.transpose(1, 0, 2)
 
     def mixed(q, k, v, rows):
@@ -134,19 +139,20 @@ def attend(
         total = jnp.sum(share, axis=-1, keepdims=True)
         return ((share.astype(v.dtype) @ v).astype(total.dtype) / total).astype(v.dtype)
 
-    if chunk == tokens:
-        return mixed(q, k, v, jnp.arange(tokens)).transpose(1, 0, 2)
-    chunks = -(-tokens // chunk)
-    q = jnp.pad(q, ((0, 0), (0, chunks * chunk - tokens), (0, 0)))  # rows that are cut off again
-    q = q.reshape(heads * chunks, chunk, -1)
+    if chunk == queries:
+        return mixed(q, k, v, rows).transpose(1, 0, 2)
+    chunks = -(-queries // chunk)
+    missing = chunks * chunk - queries  # rows that are cut off again
+    q = jnp.pad(q, ((0, 0), (0, missing), (0, 0))).reshape(heads * chunks, chunk, -1)
+    rows = jnp.pad(rows, (0, missing)).reshape(chunks, chunk)
 
     @jax.checkpoint
     def one(place):
-        head, rows = place // chunks, place % chunks * chunk + jnp.arange(chunk)
-        return mixed(q[place], k[head], v[head], rows)
+        head = place // chunks
+        return mixed(q[place], k[head], v[head], rows[place % chunks])
 
     out = jax.lax.map(one, jnp.arange(heads * chunks))
-    return out.reshape(heads, chunks * chunk, -1)[:, :tokens].transpose(1, 0, 2)
+    return out.reshape(heads, chunks * chunk, -1)[:, :queries].transpose(1, 0, 2)
 
 
 def rotate(

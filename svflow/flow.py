@@ -131,6 +131,16 @@ class Flow(nnx.Module):
         """Back to the flow's manifold; the identity unless the flow lives on one."""
         return x
 
+    def check_start(
+        self, x: Float[Array, "tokens width"], context: Context | None = None
+    ) -> Float[Array, "tokens width"]:
+        """The state x as the start of a trajectory: itself, unless the flow cannot start there.
+
+        A flow that lives on a manifold may refuse states off it: by a ValueError where x is known,
+        and where x is traced by returning `equinox.error_if(x, ...)`.
+        """
+        return x
+
     def step(
         self, layer, x: Float[Array, "tokens width"], context: Context | None = None
     ) -> Float[Array, "tokens width"]:

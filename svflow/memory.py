@@ -31,7 +31,8 @@ def magnitude(count: int) -> str:
 def _room(like) -> int | None:
     if isinstance(like, jax.core.Tracer) or not isinstance(like, jax.Array):
         return _host()
-    device = min(like.devices(), key=lambda device: device.id)
+    here = [device for device in like.devices() if device.process_index == jax.process_index()]
+    device = min(here, key=lambda device: device.id)
     if device.platform == "cpu":
         return _host()
     return (device.memory_stats() or {}).get("bytes_limit")

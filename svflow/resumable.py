@@ -20,6 +20,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from svflow.models.transformer import Transformer
+from svflow.sharding import gathered
 
 Arrays = dict[str, np.ndarray]
 
@@ -134,7 +135,7 @@ def digest(model: Transformer) -> str:
     """Of the weights and the config: another model's file is not continued."""
     found = hashlib.sha256(repr(model.config).encode())
     for leaf in jax.tree.leaves(model):
-        found.update(f"{leaf.shape}{leaf.dtype}{zlib.crc32(np.asarray(leaf).tobytes())}".encode())
+        found.update(f"{leaf.shape}{leaf.dtype}{zlib.crc32(gathered(leaf).tobytes())}".encode())
     return found.hexdigest()
 
 

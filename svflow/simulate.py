@@ -82,7 +82,7 @@ class _Grid(diffrax.StepTo):
 
 
 @dataclass(frozen=True)
-class _VectorField:
+class VectorField:
     """A field of a flow given as Diffrax's `args`: never a closure over its weights.
 
     Arguments:
@@ -220,8 +220,9 @@ def simulate(
 
     Raises:
         ValueError: a wrong shape or type of x0 or the context, dt <= 0, a dt that does not divide
-            the span, a span outside the flow's depth, times outside the span or out of order, or
-            an adaptive controller with a solver that has no error estimate.
+            the span, a span outside the flow's depth, times outside the span or out of order, an
+            adaptive controller with a solver that has no error estimate, or what the flow's
+            `check_start` refuses, such as a state off the sphere it lives on.
     """
     check_flow(flow, "simulate takes")
     if solver is not None and not isinstance(solver, diffrax.AbstractSolver):
@@ -235,6 +236,7 @@ def simulate(
     if not jnp.issubdtype(x0.dtype, jnp.floating):
         raise ValueError(f"x0 must be floating point, got {x0.dtype}")
     check_context(context, x0.shape[0])
+    x0 = flow.check_start(x0, context)
     t0, t1 = float(_at_layers(t0)), float(_at_layers(flow.depth if t1 is None else t1))
     if not 0 <= t0 < t1 <= flow.depth:
         raise ValueError(
@@ -318,10 +320,10 @@ def _solve(
     leaves = [a if s is None else s for a, s in zip(arrays, static)]
     solver, controller, adjoint = jax.tree.unflatten(method, leaves)
     if isinstance(solver, SplittingSolver):
-        fields = (_VectorField(x0.dtype, k) for k in range(len(flow.splitting)))
+        fields = (VectorField(x0.dtype, k) for k in range(len(flow.splitting)))
         terms: diffrax.AbstractTerm = diffrax.MultiTerm(*map(diffrax.ODETerm, fields))
     else:
-        terms = diffrax.ODETerm(_VectorField(x0.dtype))
+        terms = diffrax.ODETerm(VectorField(x0.dtype))
     solution = diffrax.diffeqsolve(
         terms,
         solver,

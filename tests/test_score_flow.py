@@ -205,6 +205,32 @@ def test_a_router_is_part_of_the_flow_and_its_gap_is_the_divergence():
     assert np.abs(changed[0] - energy).max() > 1e-3
 
 
+def test_a_trajectory_starts_on_the_manifold():
+    flow, x = score.ScoreFlow(score.VMFMixture.from_natural(keys())), states()
+    assert flow.depth == 1
+    for factor, norm in ((1.5, r"3\.67423"), (0.0, "0"), (jnp.nan, "nan")):
+        off = x.at[1].multiply(factor)
+        message = rf"starts on the sphere of radius sqrt\(6\): token 1 has norm {norm}$"
+        with pytest.raises(ValueError, match=message):
+            sv.simulate(flow, off)
+        with pytest.raises(ValueError, match=message):
+            sv.score.limit(flow, off)
+    program = jax.jit(sv.simulate)
+    with pytest.raises(Exception, match="and a token is not there"):
+        jax.block_until_ready(program(flow, 1.5 * x))
+    end = program(flow, x).xs[-1]
+    # What a solver drifts by, and rounding in a narrow type.
+    near = sv.simulate(flow, x * (1 + 1e-4)).xs[-1]
+    np.testing.assert_allclose(near, end, atol=1e-3)
+    assert flow.check_start(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    padding = sv.Context(mask=jnp.asarray([True, False, True]))
+    flow.check_start(x.at[1].set(0), padding)
+    with pytest.raises(ValueError, match="token 2 has norm 0"):
+        flow.check_start(x.at[1:].set(0), padding)
+    flat = score.ScoreFlow(flow.mixture, manifold="euclidean")
+    assert np.isfinite(sv.simulate(flat, 1.5 * x).xs).all()
+
+
 def test_flows_refuse_what_is_wrong():
     mixture = score.VMFMixture.from_natural(keys())
     with pytest.raises(ValueError, match="mixture must be a StateMixture, got Router"):
@@ -221,8 +247,12 @@ def test_flows_refuse_what_is_wrong():
     wrong = score.ScoreFlow(mixture, posterior=Unnormalised(6, 5))
     with pytest.raises(ValueError, match=r"that of token 0 sums to 1\.1"):
         wrong.velocity(0, x)
+    with pytest.raises(ValueError, match=r"that of token 0 sums to 1\.1"):
+        sv.simulate(wrong, x)
     with pytest.raises(Exception, match="Unnormalised gives rows that do not sum to 1"):
-        jax.block_until_ready(sv.simulate(wrong, x))
+        jax.block_until_ready(jax.jit(sv.simulate)(wrong, x))
+    with pytest.raises(ValueError, match="posterior, depth and manifold by name: got int without"):
+        score.ScoreFlow(mixture, 20)
     with pytest.raises(ValueError, match="got Router"):
         score.energy(Router(6, 5), x)
     with pytest.raises(ValueError, match=r"\(\.\.\., tokens, 6\)"):

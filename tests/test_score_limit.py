@@ -49,6 +49,8 @@ def test_adjoint_gradients_are_those_through_the_steps_and_exact():
     for layer in range(3):
         euler = (np.eye(6) + np.asarray(FLOW.matrix(layer))) @ euler
     np.testing.assert_allclose(found.layers, cotangent @ euler, rtol=1e-12, atol=1e-13)
+    assert found.drift < 1e-7
+    short = gradients(FLOW, X, cotangent, tolerance=1e-9, max_steps=found_steps)
     direct = found.direct / np.linalg.norm(found.direct)
     size = np.linalg.norm(found.layers)
     np.testing.assert_allclose(found.cosine, np.sum(direct * found.layers) / size, rtol=1e-12)

@@ -358,6 +358,26 @@ def test_posteriors_of_sharp_mixtures_in_float32():
     np.testing.assert_allclose(log_posterior(single, x_single), exact, atol=2e-5)
 
 
+def test_one_concentration_is_that_of_all():
+    means = geometry.sphere(normal(0, 3, 4, dtype=jnp.float32))
+    whole = score.VMFMixture(means, jnp.full(3, 4.0, jnp.float32))
+    wide = score.GaussianMixture(means, jnp.full(3, 0.5, jnp.float32))
+    for one in (4.0, 4, np.float64(4), jnp.asarray(4.0)):
+        found = score.VMFMixture(means, one)
+        assert found.natural.dtype == jnp.float32
+        np.testing.assert_array_equal(found.natural[...], whole.natural[...])
+        found = score.GaussianMixture(means, one / 8)
+        np.testing.assert_array_equal(found.log_deviations[...], wide.log_deviations[...])
+    traced = jax.jit(lambda k: score.VMFMixture(means, k).natural[...])(4.0)
+    np.testing.assert_array_equal(traced, whole.natural[...])
+    with pytest.raises(ValueError, match="must not be negative, got -4"):
+        score.VMFMixture(means, -4.0)
+    with pytest.raises(ValueError, match="deviations must be positive, got 0"):
+        score.GaussianMixture(means, 0.0)
+    with pytest.raises(ValueError, match=r"weights must be float32 of shape \(3,\)"):
+        score.VMFMixture(means, 4.0, 0.5)
+
+
 def test_mixtures_refuse_what_is_wrong():
     means, k = geometry.sphere(normal(0, 3, 4)), jnp.ones(3)
     with pytest.raises(ValueError, match=r"radius sqrt\(4\): that of component 1 has norm 1"):

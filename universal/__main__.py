@@ -200,8 +200,8 @@ def pictures(found: Sequence[tuple[Cell, Trained]], folder: Path) -> list[str]:
             if one is None:
                 continue
             figure = Figure(dpi=150)
-            title = f"{cell.task}, {cell.components}, {cell.machine}: attention"
-            attention_maps(figure, one.attention, one.symbols, theme="light", title=title)
+            heading = f"{cell.task}, {cell.components}, {cell.machine}: attention"
+            attention_maps(figure, one.attention, one.symbols, theme="light", title=heading)
             drawn.append(_save(figure, folder / f"{cell.name}.attention.png"))
     return drawn
 

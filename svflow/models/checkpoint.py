@@ -29,6 +29,19 @@ SAFETENSORS_PATTERNS = ["config.json", "model*.safetensors", "model.safetensors.
 TOKENIZER_PATTERNS = ["tokenizer.json"]
 
 
+class Place(NamedTuple):
+    """Where a tensor's bytes begin, in row-major order.
+
+    Attributes:
+        file, offset: which file, and how many bytes into it.
+        dtype: of the tensor.
+    """
+
+    file: Path
+    offset: int
+    dtype: np.dtype
+
+
 class Checkpoint(NamedTuple):
     """One model's files, opened.
 
@@ -39,12 +52,15 @@ class Checkpoint(NamedTuple):
             `ml_dtypes.bfloat16`), a fresh array that the caller owns. Raises ValueError naming the
             tensor when it is not stored as floating point, or when the file is damaged.
         source: what the checkpoint was opened from, for error messages.
+        place: name -> where a tensor lies in its file, for `svflow.models.slices`; None for files
+            that hold their tensors in other forms, which are read whole.
     """
 
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
     source: str
+    place: Callable[[str], Place] | None = None
 
 
 def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
@@ -239,7 +255,21 @@ def _open_safetensors(
         except (SafetensorError, OSError) as error:
             _damaged(file_of[name], error)
 
-    return Checkpoint(config, shapes, read, str(source))
+    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    def place(name: str) -> Place:
+        file = file_of[name]
+        if codes[name] not in WEIGHT_DTYPES:
+            raise ValueError(f"{name} in {file} is {codes[name]}, not floating point")
+        if file not in headers:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                headers[file] = 8 + size, json.loads(stream.read(size))
+        start, header = headers[file]
+        dtype = np.dtype(WEIGHT_DTYPES[codes[name]])  # ml_dtypes has told NumPy of bfloat16
+        return Place(file, start + header[name]["data_offsets"][0], dtype)
+
+    return Checkpoint(config, shapes, read, str(source), place)
 
 
 def _open_bin(

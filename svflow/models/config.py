@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from svflow.models.rope import Rope
@@ -155,6 +155,18 @@ class TransformerConfig:
         from svflow.models.families import family_of
 
         return family_of(config).config(config, has_head)
+
+    def layer(self, layer: int) -> TransformerConfig:
+        """The config of one layer by itself; equal for layers that differ in weights alone."""
+        return replace(
+            self,
+            depth=1,
+            blocks=(0,),
+            scales=self.scales[layer : layer + 1],
+            windows=self.windows[layer : layer + 1],
+            rope_of=self.rope_of[layer : layer + 1],
+            sparse=self.sparse[layer : layer + 1],
+        )
 
     @property
     def dense_blocks(self) -> tuple[int, ...]:

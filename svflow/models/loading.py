@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from svflow.memory import check_memory
 from svflow.models.checkpoint import (
     WEIGHT_DTYPES,
     Checkpoint,
@@ -21,13 +25,36 @@ from svflow.models.checkpoint import (
 from svflow.models.config import TransformerConfig
 from svflow.models.families import family_of
 from svflow.models.families.base import Family, Rule
+from svflow.models.slices import read_part
 from svflow.models.transformer import Transformer
+from svflow.sharding import auto, local_bytes, path_name, shardings
 
 # An architecture of this name promises a head, so a file without one is broken.
 PROMISES_HEAD = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining")
 
 
-def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
+class Opened(NamedTuple):
+    """A checkpoint that was checked, before its weights are read.
+
+    Arguments:
+        checkpoint: the files.
+        config: the model's.
+        dtype: of the parameters.
+        shapes: of every parameter, by path, in the order of `treedef`.
+        treedef: of the `Transformer`.
+        plan: which tensor (by its name in the file) goes where: the rule that splits it, and the
+            leading indices of the parameters that it fills.
+    """
+
+    checkpoint: Checkpoint
+    config: TransformerConfig
+    dtype: np.dtype
+    shapes: dict[str, jax.ShapeDtypeStruct]
+    treedef: Any
+    plan: list[tuple[str, Rule, tuple[int, ...]]]
+
+
+def load(source: str | os.PathLike, *, dtype=jnp.float32, mesh: Mesh | None = None) -> Transformer:
     """A model from a checkpoint.
 
     Arguments:
@@ -35,6 +62,8 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
             pytorch_model.bin where torch is installed; a .gguf file; or a Hugging Face hub id.
         dtype: of the parameters; float32, float64 (with jax_enable_x64), bfloat16 or float16.
             A conversion to a wider type is exact.
+        mesh: of `jax.make_mesh`; the weights are then split as `svflow.shard` splits them, and
+            every host reads only what its devices hold (`svflow.models.slices`: from safetensors).
 
     Every tensor of the file is used exactly once. Tensors are read one at a time.
 
@@ -42,7 +71,35 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
         FileNotFoundError: a path, config or shard that is missing.
         ValueError: an unknown architecture, a config key that changes the result and is not
             handled, or a tensor that is missing, unused, of the wrong shape, unreadable or beyond
-            the range of `dtype`.
+            the range of `dtype`; a mesh with other axes than `data` and `model`.
+        MemoryError: weights that do not fit; `svflow.stream` reads them a layer at a time.
+    """
+    found = opened(source, dtype)
+    checkpoint, config, dtype, shapes, treedef, plan = found
+    mesh = None if mesh is None else auto(mesh)
+    abstract = jax.tree.unflatten(treedef, shapes.values())
+    size = parameter_bytes(shapes.values()) if mesh is None else local_bytes(abstract, mesh)
+    check_memory("the weights", size, jnp.zeros(()))
+    if mesh is not None:
+        return _load_sliced(found, shardings(abstract, mesh))
+    leaves: dict[str, jax.Array] = {}
+    for name, rule, index in plan:
+        parts = rule.split(checkpoint.read(name), config)
+        for path, part in zip(rule.ours, parts):
+            value = jnp.asarray(narrowed(np.asarray(part), dtype, name))
+            if index:
+                if path not in leaves:
+                    leaves[path] = jnp.zeros(shapes[path].shape, dtype)
+                value = _put(leaves[path], value, *index)
+            # One tensor at a time: the next is not read before this one is in its place.
+            leaves[path] = value.block_until_ready()
+    return jax.tree.unflatten(treedef, [leaves[path] for path in shapes])
+
+
+def opened(source: str | os.PathLike, dtype) -> Opened:
+    """Opens a checkpoint and makes every complaint about it that reading does not take.
+
+    Raises what `load` raises.
     """
     given = dtype
     try:
@@ -65,28 +122,59 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32) -> Transformer:
         config = family.config(checkpoint.config, has_head=False)
     shapes, treedef = _parameters(config, dtype)
     plan = _plan(family, config, shapes, names, checkpoint)
-
-    leaves: dict[str, jax.Array] = {}
-    for name, rule, index in plan:
-        parts = rule.split(checkpoint.read(names[name]), config)
-        for path, part in zip(rule.ours, parts):
-            value = jnp.asarray(_narrowed(np.asarray(part), dtype, f"tensor {names[name]!r}"))
-            if index:
-                if path not in leaves:
-                    leaves[path] = jnp.zeros(shapes[path].shape, dtype)
-                value = _put(leaves[path], value, *index)
-            # One tensor at a time: the next is not read before this one is in its place.
-            leaves[path] = value.block_until_ready()
-    return jax.tree.unflatten(treedef, [leaves[path] for path in shapes])
+    return Opened(checkpoint, config, dtype, shapes, treedef, plan)
 
 
-def _narrowed(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def parameter_bytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
+    """How many bytes parameters take."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
+
+
+def _load_sliced(found: Opened, layout: Transformer) -> Transformer:
+    """The model with shardings like `layout`, of which every host reads its own slices."""
+    sources: dict[str, list[tuple[str, Rule, int, tuple[int, ...]]]] = {}
+    for name, rule, index in found.plan:
+        for place, path in enumerate(rule.ours):
+            sources.setdefault(path, []).append((name, rule, place, index))
+
+    def one(path: str, sharding) -> jax.Array:
+        shape = found.shapes[path].shape
+
+        @functools.cache  # devices that hold the same slices ask one after another
+        def block(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+            out = np.empty([stop - start for start, stop in bounds], found.dtype)
+            for name, rule, place, index in sources[path]:
+                rest = bounds[len(index) :]
+                if not all(a <= i < b for i, (a, b) in zip(index, bounds)):
+                    continue
+                inner = tuple(slice(start, stop) for start, stop in rest)
+
+                def part(tensor, rule=rule, place=place, inner=inner):
+                    return rule.split(tensor, found.config)[place][inner]
+
+                value = narrowed(read_part(found.checkpoint, name, part), found.dtype, name)
+                out[tuple(i - a for i, (a, _) in zip(index, bounds))] = value
+            return out
+
+        def shard(index):
+            return block(tuple(s.indices(n)[:2] for s, n in zip(index, shape)))
+
+        return jax.make_array_from_callback(shape, sharding, shard, dtype=found.dtype)
+
+    leaves = [
+        one(path, sharding) for path, sharding in zip(found.shapes, jax.tree.leaves(layout))
+    ]
+    return jax.tree.unflatten(found.treedef, leaves)
+
+
+def narrowed(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """A tensor in another type; raises ValueError for values beyond its range."""
     if np.can_cast(tensor.dtype, dtype):
         return tensor.astype(dtype)
     with np.errstate(over="ignore"):
         narrow = tensor.astype(dtype)
     if np.any(np.isinf(narrow) & np.isfinite(tensor)):
-        raise ValueError(f"{name} has values beyond the range of {dtype}; try a wider dtype")
+        raise ValueError(f"tensor {name!r} has values beyond the range of {dtype}; try a wider dtype")
     return narrow
 
 
@@ -108,7 +196,7 @@ def save(model: Transformer, folder: str | os.PathLike) -> None:
             "the model's config differs from the Hugging Face config it was made from; "
             "make it with TransformerConfig.from_hf"
         )
-    leaves, _ = _flatten(model)
+    leaves, _ = flatten(model)
     dtype = next(iter(leaves.values())).dtype
     hf = {key: value for key, value in config.hf.items() if key not in ("dtype", "torch_dtype")}
     write_checkpoint(folder, {**hf, "dtype": str(dtype)}, _tensors(family, config, leaves))
@@ -124,15 +212,14 @@ def _tensors(
                 yield name, np.ascontiguousarray(rule.join(parts, config))
 
 
-def _flatten(model) -> tuple[dict[str, Any], Any]:
+def flatten(model) -> tuple[dict[str, Any], Any]:
     """The parameters by path, such as "flow.layers.attention.query.kernel", in tree order."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(model)
-    paths = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat)
-    return dict(zip((path.removesuffix(".value") for path in paths), (x for _, x in flat))), treedef
+    return {path_name(path): leaf for path, leaf in flat}, treedef
 
 
 def _parameters(config: TransformerConfig, dtype) -> tuple[dict[str, Any], Any]:
-    return _flatten(jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return flatten(jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
 def _matches(name: str, patterns) -> bool:
@@ -165,6 +252,12 @@ def _holds(rule: Rule, config: TransformerConfig, paths) -> bool:
     return rule.tied in (None, config.tied) and all(path in paths for path in rule.ours)
 
 
+def blocks_of(path: str, config: TransformerConfig) -> tuple[int, ...]:
+    """The blocks that a parameter of the layers has, in the order of its stack."""
+    stacks = {"mixture": config.sparse_blocks, "feed_forward": config.dense_blocks}
+    return stacks.get(path.split(".")[2], tuple(range(max(config.blocks) + 1)))
+
+
 def _places(
     rule: Rule, family: Family, config: TransformerConfig
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -172,10 +265,7 @@ def _places(
     if "{layer}" not in rule.hf:
         yield rule.hf, ()
         return
-    stacks = {"mixture": config.sparse_blocks, "feed_forward": config.dense_blocks}
-    every = tuple(range(max(config.blocks) + 1))
-    blocks = stacks.get(rule.ours[0].split(".")[2], every)
-    for place, block in enumerate(blocks):
+    for place, block in enumerate(blocks_of(rule.ours[0], config)):
         name = rule.hf.replace("{layer}", family.layer(config, block))
         if "{expert}" in name:
             for expert in range(config.experts):
@@ -209,7 +299,7 @@ def _plan(
                 continue
             used.add(name)
             _check_shape(rule, config, shapes, index, name, checkpoint.shapes[names[name]])
-            plan.append((name, rule, index))
+            plan.append((names[name], rule, index))
     if missing:
         raise ValueError(f"{checkpoint.source}: missing {_few(missing)}")
     rest = [n for n in names if n not in used and not _matches(n, family.unused)]

@@ -206,20 +206,25 @@ class TransformerFlow(Flow):
             kinds, which = [lambda q, k: (q, k), *kinds], which + 1
         return kinds[0](q, k) if len(kinds) == 1 else jax.lax.switch(which, kinds, q, k)
 
-    def _feed_forward(self, index, part, x):
-        config, layers = self.config, self.layers
-        y = self._pre("hidden_norm", index, part, x)
+    def _pick_hidden(self, name, index, part):
+        """The "feed_forward" or the "mixture" of one layer, which has to be of that kind."""
+        config = self.config
         # Each kind of layer is stacked apart: where a layer's block stands within its kind.
         stack = [
             (config.sparse_blocks if sparse else config.dense_blocks).index(block)
             for block, sparse in zip(config.blocks, config.sparse)
         ]
+        return self._pick(name, index, part, stack=stack)
+
+    def _feed_forward(self, index, part, x):
+        config, layers = self.config, self.layers
+        y = self._pre("hidden_norm", index, part, x)
 
         def dense(y):
-            return self._pick("feed_forward", index, part, stack=stack)(y)
+            return self._pick_hidden("feed_forward", index, part)(y)
 
         def mixture(y):
-            return self._pick("mixture", index, part, stack=stack)(y)
+            return self._pick_hidden("mixture", index, part)(y)
 
         if layers.mixture is None:
             update = dense(y)

@@ -9,6 +9,7 @@ the continuous version: Geshkovski et al., "A mathematical perspective on transf
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float
 
 from svflow import attention
 from svflow.flow import Flow
 from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.power.directions import known, polar, reals
+from svflow.sharding import DATA
 
 NAMES = ("query", "key", "value", "output")
 
@@ -61,6 +64,9 @@ class PowerFlow(Flow):
             floating types, or not finite; a depth missing or in the way; a scale that is not one
             real number or one per layer, or not finite in the arrays' type.
     """
+
+    mesh: Mesh | None = None
+    """Set by `svflow.shard`: tokens are split over its axis `data` where they divide by it."""
 
     def __init__(
         self,
@@ -188,15 +194,32 @@ class PowerFlow(Flow):
             merged = kernel.transpose(1, 0, 2).reshape(width, heads * head)
             return (x @ merged).reshape(-1, heads, head)
 
-        mixed = attention.attend(
-            project(query),
-            project(key),
-            project(value),
-            scale=scale,
-            causal=self.causal,
-            mask=None if context is None else context.mask,
-        )
+        mask = None if context is None else context.mask
+        attend = functools.partial(attention.attend, causal=self.causal)
+        count = 1 if self.mesh is None else self.mesh.shape.get(DATA, 1)
+        if count > 1 and x.shape[0] % count == 0:
+            attend = _spread(attend, self.mesh)
+        mixed = attend(project(query), project(key), project(value), scale=scale, mask=mask)
         return mixed.reshape(x.shape[0], -1) @ output.reshape(-1, self.width)
+
+
+def _spread(attend, mesh):
+    """`attend` with every device of the axis `data` doing its part of the queries."""
+
+    def part(query, key, value, scale, mask):
+        rows = jnp.arange(query.shape[0])
+        rows = rows + jax.lax.axis_index(DATA).astype(rows.dtype) * query.shape[0]
+        return attend(query, key, value, scale=scale, mask=mask, rows=rows)
+
+    split, whole = PartitionSpec(DATA), PartitionSpec()
+    each = jax.shard_map(
+        part,
+        mesh=mesh,
+        in_specs=(split, whole, whole, whole, whole),
+        out_specs=split,
+        axis_names={DATA},
+    )
+    return jax.jit(lambda query, key, value, *, scale, mask: each(query, key, value, scale, mask))
 
 
 def _seen(x: Float[Array, "tokens width"], context):

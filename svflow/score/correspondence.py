@@ -244,12 +244,8 @@ def _hidden(flow, layer, x, *, sparse):
         if len(kinds) > 1:
             raise ValueError("layers of two kinds: the layer must be a Python int")
         raise ValueError(f"layer {layer} is not one of {wanted}: use {other}")
-    blocks = config.sparse_blocks if sparse else config.dense_blocks
-    # Each kind of layer is stacked apart; the entries of other layers are not read.
-    stack = [blocks.index(block) if block in blocks else 0 for block in config.blocks]
     index, part = flow._time(layer)
-    name = "mixture" if sparse else "feed_forward"
-    module = flow._pick(name, index, part, stack=stack)
+    module = flow._pick_hidden("mixture" if sparse else "feed_forward", index, part)
     return module, flow._pre("hidden_norm", index, part, x), index, part
 
 

@@ -6,6 +6,7 @@ Axes: `tokens`; `width`, d; `components`, the values of the latent z; `times` of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Never
 
 import equinox as eqx
 import jax
@@ -67,7 +68,7 @@ class ScoreFlow(Flow):
     r"""dx/dt = E_q(z|x)[grad_x log p(x|z)] for every token on its own,
 
     on the sphere of radius sqrt(d) its tangent part P_x, with the retraction x -> sqrt(d) x / |x|;
-    there a trajectory has to start on the sphere.
+    there a trajectory has to start on the sphere, see `check_start`.
     With q = p(z|x) it is grad log p(x); for any q it is the gradient of the ELBO, q held. So along
     the flow of the exact posterior F = -log p obeys dF/dt = -|dx/dt|^2.
 
@@ -85,7 +86,8 @@ class ScoreFlow(Flow):
         posterior: q as an nnx.Module (its weights are the flow's), from states (tokens, width) to
             probabilities (tokens, components): a `SoftmaxPosterior`, a router network; None for
             the exact one.
-        depth: the span of time, in layers.
+        depth: the span of time, in layers: where `simulate` ends. The field does not depend on
+            time, so that depth is a matter of how far to go; 1 is as far as one layer.
         manifold: "sphere" or "euclidean"; None for the mixture's own. A vMF mixture in R^d is the
             function log sum_z pi_z C_d(kappa_z) exp(eta_z . x) there, not a density.
 
@@ -97,12 +99,17 @@ class ScoreFlow(Flow):
     def __init__(
         self,
         mixture: StateMixture,
-        *,
+        *others: Never,
         posterior: Callable[[Float[Array, "tokens width"]], Float[Array, "tokens components"]]
         | None = None,
         depth: int = 1,
         manifold: str | None = None,
     ):
+        if others:
+            raise ValueError(
+                "beside the mixture, ScoreFlow takes posterior, depth and manifold by name: got "
+                f"{', '.join(type(other).__name__ for other in others)} without"
+            )
         if not isinstance(mixture, StateMixture):
             raise ValueError(f"mixture must be a StateMixture, got {type(mixture).__name__}")
         if posterior is not None and not (
@@ -137,6 +144,23 @@ class ScoreFlow(Flow):
         v = self.mixture.ambient(x, self.probabilities(x))
         return geometry.tangent(x, v) if self.manifold == "sphere" else v
 
+    def check_start(self, x, context=None):
+        """The state x as the start of a trajectory.
+
+        On the sphere every token has to be on it, to a thousandth of the radius (an adaptive
+        solver's states are off it by its error), but for padding; and a posterior's rows have to
+        be probabilities. A posterior is not looked at here where x is traced: `velocity` does.
+
+        Raises:
+            ValueError: states that are not, by token; where x is traced, equinox raises.
+        """
+        mask = None if context is None else context.mask
+        if self.manifold == "sphere":
+            x = _check_on_sphere(x, mask)
+        if self.posterior is not None and not isinstance(x, jax.core.Tracer):
+            self.probabilities(x)
+        return x
+
     def retract(self, x):
         return geometry.sphere(x) if self.manifold == "sphere" else x
 
@@ -166,6 +190,22 @@ def elbo(flow: ScoreFlow, xs: Float[Array, "*times tokens width"]) -> Float[Arra
     return jax.vmap(lambda x: flow.mixture.elbo(x, flow.probabilities(x)))(states).reshape(
         xs.shape[:-1]
     )
+
+
+def _check_on_sphere(x, mask):
+    known = not any(isinstance(a, jax.core.Tracer) for a in (x, mask))
+    wide = np.asarray(x, np.float64) if known else x.astype(at_least_float32(x.dtype))
+    squares = (wide * wide).sum(axis=-1) / x.shape[1]
+    off = ~(abs(squares**0.5 - 1) <= max(1e-3, float(jnp.finfo(x.dtype).eps) ** 0.5))
+    if mask is not None:
+        off = off & (np.asarray(mask) if known else mask)
+    message = f"a ScoreFlow starts on the sphere of radius sqrt({x.shape[1]})"
+    if not known:
+        return eqx.error_if(x, off, f"{message}, and a token is not there")
+    if off.any():
+        token = int(off.argmax())
+        raise ValueError(f"{message}: token {token} has norm {np.linalg.norm(wide[token]):.6g}")
+    return x
 
 
 def _rows(flow, xs):

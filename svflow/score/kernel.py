@@ -75,6 +75,60 @@ class Kernel(NamedTuple):
         return jax.nn.log_softmax(self.scores - self.cumulants, axis=-1)
 
 
+class Reading(NamedTuple):
+    """What a layer's logits read of a state, in float32 at least.
+
+    Arguments:
+        state: (tokens, heads or one, dimensions) x_i on its sphere.
+        raw: (tokens, heads * head) the queries before their norm, clip and rotation.
+        maps: (width, heads, head) the derivative of `raw` by the normalised state.
+        gain: (dimensions,) of the norm of the queries; None without one.
+        grams: (heads, head, head) |m_ij|^2 = scale^2 z . gram z at z = R_i^T k_j.
+        dimension: d of the vMF density.
+    """
+
+    state: Float[Array, "tokens any dimensions"]
+    raw: Float[Array, "tokens all"]
+    maps: Float[Array, "width heads head"]
+    gain: Float[Array, " dimensions"] | None
+    grams: Float[Array, "heads head head"]
+    dimension: int
+
+    def radius(self) -> Float[Array, "tokens any"]:
+        """|x_i|."""
+        return jnp.sqrt(jnp.sum(self.state * self.state, axis=-1))
+
+
+def reading(flow: TransformerFlow, index, part, x: Float[Array, "tokens width"]) -> Reading:
+    """What attention reads of the state x before a layer."""
+    config, wide = flow.config, at_least_float32(x.dtype)
+    shape = config.heads, config.head_width
+    module, norm = flow._pick("attention", index, part), None
+    if flow.layers.attention_norm is not None:
+        norm = flow._pick("attention_norm", index, part)
+    raw = module.query(x if norm is None else norm(x)).astype(wide)
+    weights = gain_of(norm, config.width, wide)[:, None] * module.query.kernel[...].astype(wide)
+    if flow.centered:
+        weights = weights - jnp.mean(weights, axis=0, keepdims=True)
+    maps = weights.reshape(config.width, *shape)
+    if config.query_key_norm is None:
+        state = geometry.center(x.astype(wide)) if flow.centered else x.astype(wide)
+        state = state if norm is None else _scaled(norm, state)
+        grams = jnp.einsum("wha,whb->hab", maps, maps, precision=HIGHEST)
+        return Reading(state[:, None], raw, maps, None, grams, config.width - flow.centered)
+    # The sphere is that of the normalised queries, of all heads together or of each.
+    size = raw.shape[1] if config.query_key_norm == "full" else config.head_width
+    state = raw.reshape(len(x), -1, size)
+    state = _scaled(module.query_norm, geometry.center(state) if flow.centered else state)
+    dimension = state.shape[-1]
+    gain = gain_of(module.query_norm, dimension, wide)
+    gains = jnp.broadcast_to(gain.reshape(-1, config.head_width), shape)
+    grams = gains[:, :, None] * jnp.eye(config.head_width, dtype=wide) * gains[:, None]
+    if flow.centered:
+        grams = grams - gains[:, :, None] * gains[:, None] / dimension
+    return Reading(state, raw, maps, gain, grams, dimension - flow.centered)
+
+
 class Parts(NamedTuple):
     """What a kernel is made of, in float32 at least.
 
@@ -157,57 +211,27 @@ def parts(flow, layer, x, context) -> Parts:
     index, part = flow._time(layer)
     tokens, heads = x.shape[0], config.heads
     query, key, value = flow._project(index, part, x, context)
-    module = flow._pick("attention", index, part)
-    norm = None
-    if flow.layers.attention_norm is not None:
-        norm = flow._pick("attention_norm", index, part)
+    read = reading(flow, index, part, x)
 
     def turn(a):
         return flow._rotate(index, a, a, context)[0] if config.ropes else a
 
-    key = jnp.repeat(key.astype(wide), heads // config.kv_heads, axis=1)
-
-    def split(a):
-        return a.reshape(tokens, heads, config.head_width)
-
-    maps = None
-    if config.query_key_norm is None:
-        # The state on its sphere, and the query that it makes without biases.
-        state = geometry.center(x.astype(wide)) if flow.centered else x.astype(wide)
-        if norm is not None:
-            state = _scaled(norm, state)
-        weights = _gain(norm, config.width, wide)[:, None] * module.query.kernel[...].astype(wide)
-        bare = jnp.matmul(state, weights, precision=HIGHEST)
-        if flow.centered:
-            weights = weights - jnp.mean(weights, axis=0, keepdims=True)
-        maps = weights.reshape(config.width, heads, config.head_width).transpose(1, 0, 2)
-        grams = jnp.einsum("hwa,hwb->hab", maps, maps, precision=HIGHEST)
-        radius, dimension = _length(state)[:, None], config.width - flow.centered
+    # The query without biases and clips.
+    if read.gain is None:
+        bare = jnp.einsum("iw,whc->ihc", read.state[:, 0], read.maps, precision=HIGHEST)
     else:
-        inner, full = module.query_norm, config.query_key_norm == "full"
-        raw = module.query(flow._pre("attention_norm", index, part, x)).astype(wide)
-        raw = raw if full else split(raw)
-        state = _scaled(inner, geometry.center(raw) if flow.centered else raw)
-        dimension = state.shape[-1]
-        gain = _gain(inner, dimension, wide)
-        bare = state * gain
-        gains = jnp.broadcast_to(gain.reshape(-1, config.head_width), (heads, config.head_width))
-        grams = gains[:, :, None] * jnp.eye(config.head_width, dtype=wide) * gains[:, None]
-        if flow.centered:
-            grams = grams - gains[:, :, None] * gains[:, None] / dimension
-            dimension -= 1
-        radius = _length(state)[:, None] if full else _length(state)
+        bare = (read.state * read.gain).reshape(tokens, heads, config.head_width)
     return Parts(
-        jnp.broadcast_to(radius, (tokens, heads)),
+        jnp.broadcast_to(read.radius(), (tokens, heads)),
         query.astype(wide),
-        turn(split(bare)),
-        key,
+        turn(bare),
+        jnp.repeat(key.astype(wide), heads // config.kv_heads, axis=1),
         value.astype(wide),
-        maps,
-        grams,
+        read.maps.transpose(1, 0, 2) if read.gain is None else None,
+        read.grams,
         turn,
         jnp.asarray(config.scales, wide)[index],
-        dimension,
+        read.dimension,
     )
 
 
@@ -217,7 +241,8 @@ def unturned(p: Parts, vectors: Float[Array, "tokens heads head"]) -> Array:
 
 
 def _key_squares(flow, p: Parts) -> Float[Array, "tokens heads keys"]:
-    """z^T gram z at z = R_i^T k_j, for every pair.
+    """z^T gram z at z = R_i^T k_j, for every pair, at any positions (`rotated_forms` does it faster
+    where these are 0, 1, ...).
 
     It is the inner product of R_i gram R_i^T with k_j k_j^T, so one matrix product per head; of
     the symmetric pair only one half is kept.
@@ -262,11 +287,8 @@ def _scaled(norm, y):
     return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.eps)
 
 
-def _gain(norm, size, dtype):
+def gain_of(norm, size, dtype) -> Float[Array, " size"]:
+    """The gain of a norm, ones where it has none."""
     if norm is None or norm.weight is None:
         return jnp.ones((size,), dtype)
     return norm.weight[...].astype(dtype) + np.asarray(norm.offset, dtype)
-
-
-def _length(vectors):
-    return jnp.sqrt(jnp.sum(vectors * vectors, axis=-1))

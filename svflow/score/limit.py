@@ -6,6 +6,7 @@ Axes: `steps`, the sizes of a step; `states`, the start and the state after each
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow, check_flow
-from svflow.simulate import simulate
+from svflow.simulate import VectorField, simulate
 
 
 class Limit(NamedTuple):
@@ -78,16 +79,12 @@ def limit(
     for dt in dts:
         if not (0 < dt <= 1 and abs(1 / dt - round(1 / dt)) < 1e-9):
             raise ValueError(f"a step must be one over an integer, got {dt}")
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    _check_tolerance(tolerance)
     solved = []
     for rtol in (tolerance, 10 * tolerance):
         options = adaptive(rtol, x0)
         path, count = _counted(flow, x0, **options, dt=0.25, context=context, max_steps=max_steps)
-        if path.result != diffrax.RESULTS.successful:
-            raise ValueError(
-                f"the adaptive solution to {rtol:g} did not reach the end in {max_steps} steps"
-            )
+        _check_reached(path, rtol, max_steps)
         solved.append((np.asarray(path.xs, np.float64), count))
     (reference, evaluations), (coarse, coarse_evaluations) = solved
     gaps = []
@@ -106,6 +103,18 @@ def limit(
         evaluations=evaluations,
         coarse_evaluations=coarse_evaluations,
     )
+
+
+def _check_tolerance(tolerance):
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, got {tolerance}")
+
+
+def _check_reached(path, tolerance, max_steps):
+    if path.result != diffrax.RESULTS.successful:
+        raise ValueError(
+            f"the adaptive solution to {tolerance:g} did not reach the end in {max_steps} steps"
+        )
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -131,9 +140,10 @@ class Gradients(NamedTuple):
     Arguments:
         direct: (tokens, width) through the steps that the adaptive solver took.
         backsolve: (tokens, width) by the adjoint equation, solved backwards in time with the state,
-            nothing stored.
+            nothing stored; nan where that solve did not reach the start.
         layers: (tokens, width) through the flow's own layers, dt = 1.
         error: |backsolve - direct| / |direct|.
+        drift: |x - x0| / |x0|, x the start that the backward solve comes to; nan as `backsolve`.
         cosine: of layers and direct.
     """
 
@@ -141,6 +151,7 @@ class Gradients(NamedTuple):
     backsolve: Float[np.ndarray, "tokens width"]
     layers: Float[np.ndarray, "tokens width"]
     error: float
+    drift: float
     cosine: float
 
 
@@ -155,38 +166,83 @@ def gradients(
     """Adjoint gradients against direct ones, in the continuous limit and in the layers.
 
     Solving the state backwards is unstable where the flow contracts: the error says how much of
-    the adjoint's promise a model keeps.
+    the adjoint's promise a model keeps. That solve is of the adjoint by the state alone, and so
+    are the steps that it takes.
 
     Raises:
         ValueError: as `limit`.
     """
     check_flow(flow, "gradients takes")
-    if jnp.shape(cotangent) != jnp.shape(x0):
-        raise ValueError(f"a cotangent of shape {jnp.shape(cotangent)}, not {jnp.shape(x0)}")
-    x0 = jnp.asarray(x0)
-    make = dict(**adaptive(tolerance, x0), dt=0.25, max_steps=max_steps)
-    ways: tuple[dict[str, Any], ...] = (
-        dict(make, adjoint=diffrax.RecursiveCheckpointAdjoint()),
-        dict(make, adjoint=diffrax.BacksolveAdjoint()),
-        {},
-    )
-    end = [float(flow.depth)]
+    x0, cotangent = jnp.asarray(x0), jnp.asarray(cotangent)
+    if cotangent.shape != x0.shape or cotangent.dtype != x0.dtype:
+        raise ValueError(
+            f"a cotangent is {x0.dtype} of shape {x0.shape}, got {cotangent.dtype} "
+            f"{cotangent.shape}"
+        )
+    _check_tolerance(tolerance)
+    fine = dict(**adaptive(tolerance, x0), dt=0.25, max_steps=max_steps)
 
-    def one(options):
+    def through(options):
         def value(x0, flow, cotangent):
-            return jnp.sum(simulate(flow, x0, ts=end, **options).xs[-1] * cotangent)
+            path = simulate(flow, x0, ts=[float(flow.depth)], **options)
+            return jnp.sum(path.xs[-1] * cotangent), path
 
-        return np.asarray(jax.jit(jax.grad(value))(x0, flow, cotangent), np.float64)
+        slope, path = jax.jit(jax.grad(value, has_aux=True))(x0, flow, cotangent)
+        return np.asarray(slope, np.float64), path
 
-    direct, backsolve, layers = (one(options) for options in ways)
+    direct, path = through(dict(fine, adjoint=diffrax.RecursiveCheckpointAdjoint()))
+    _check_reached(path, tolerance, max_steps)
+    layers, _ = through({})
+    controller = fine["stepsize_controller"]
+    start, backsolve, result = _backwards(
+        flow, path.xs[-1], cotangent, controller.rtol, controller.atol, max_steps=max_steps
+    )
+    reached = result == diffrax.RESULTS.successful
+    start, backsolve = (
+        np.where(reached, np.asarray(a, np.float64), np.nan) for a in (start, backsolve)
+    )
     size_of = np.linalg.norm
     return Gradients(
         direct,
         backsolve,
         layers,
         error=float(size_of(backsolve - direct) / size_of(direct)),
+        drift=float(distance(start, np.asarray(x0, np.float64))),
         cosine=float(np.sum(layers * direct) / (size_of(layers) * size_of(direct))),
     )
+
+
+@functools.partial(jax.jit, static_argnames="max_steps")
+def _backwards(flow, end, cotangent, rtol, atol, *, max_steps):
+    """(x, a, how it ended) at the start, by dx/dt = v and da/dt = -(dv/dx)^T a from x, a at the
+    end. `diffrax.BacksolveAdjoint` solves for the gradient by the weights with them, and does not
+    say how it ended."""
+    field, wide = VectorField(end.dtype), rtol.dtype
+
+    def both(t, pair, args):
+        x, a = pair
+        v, pull = jax.vjp(lambda x: field(t, x, args), x)
+        return v, -pull(a)[0]
+
+    controller: diffrax.AbstractStepSizeController = diffrax.PIDController(rtol=rtol, atol=atol)
+    if flow.jumps:
+        controller = diffrax.ClipStepSizeController(
+            controller, jump_ts=jnp.asarray(flow.jumps, wide)
+        )
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(both),
+        diffrax.Tsit5(),
+        t0=jnp.asarray(flow.depth, wide),
+        t1=jnp.asarray(0, wide),
+        dt0=jnp.asarray(-0.25, wide),
+        y0=(end.astype(wide), cotangent.astype(wide)),
+        args=(flow, None),
+        stepsize_controller=controller,
+        max_steps=max_steps,
+        throw=False,
+    )
+    x, a = solution.ys
+    return x[-1], a[-1], solution.result
 
 
 _COUNT = [0]
@@ -206,6 +262,9 @@ class _Counted(Flow):
     @property
     def jumps(self):
         return self.flow.jumps
+
+    def check_start(self, x, context=None):
+        return self.flow.check_start(x, context)
 
     def velocity(self, t, x, context=None):
         jax.debug.callback(_tick)

@@ -23,6 +23,7 @@ from svflow.memory import check_memory
 from svflow.models.rope import Rope
 from svflow.models.transformer import Transformer
 from svflow.score.bessel import cumulant
+from svflow.score.kernel import Reading, gain_of, reading
 from svflow.score.rotary import rotated_forms
 
 PER_HEAD = (
@@ -237,7 +238,7 @@ def _attention(flow, layer, x, interpolated):
     log_total = jnp.log(total[..., 0])
 
     narrow, q, k, v, scale = v, *(b.astype(wide) for b in (q, k, v, scale))
-    kernel = _kernel(flow, layer, module, x)
+    kernel = _kernel(flow, layer, x)
     output = _output(flow, layer, module)
     gram = jnp.einsum("hkd,hld->hkl", output, output)
     values = jnp.repeat(v, shared, axis=1)
@@ -300,7 +301,7 @@ def _gradient(flow, layer, module, kernel: _Kernel, slope, mixed, output):
     """x . g, |g|^2 and v . g per token and head, g the gradient by x of a head's log-sum-exp but
     for the length that x is read with; `slope` is the gradient by the rotated queries."""
     config = flow.config
-    raw = kernel.raw
+    raw, maps = kernel.read.raw, kernel.read.maps
     full = config.query_key_norm == "full"
     inner = module.query_norm(raw) if full else raw
     slope = jax.vjp(lambda q: _turned(flow, layer, module, q), inner)[1](slope)[0]
@@ -309,19 +310,16 @@ def _gradient(flow, layer, module, kernel: _Kernel, slope, mixed, output):
     if full:
         size = jnp.mean(raw * raw, axis=(1, 2), keepdims=True)
         size = jax.lax.rsqrt(size + module.query_norm.eps)
-        slope = slope * jnp.broadcast_to(_gain(module.query_norm, raw.dtype), raw[0].size).reshape(
-            raw.shape[1:]
-        )
-        slope = slope * size
-    cross = jnp.einsum("hkd,dhl->hkl", output, kernel.query)
+        slope = slope * kernel.read.gain.reshape(raw.shape[1:]) * size
+    cross = jnp.einsum("hkd,dhl->hkl", output, maps)
     x_g = jnp.sum(kernel.part * slope, axis=-1)
     g_g = _form(kernel.gram, slope, slope)
     v_g = _form(cross, mixed, slope)
     if full:
         # One denominator for all heads: each head's gradient moves the queries of all.
         share = jnp.sum(raw * slope, axis=-1) * size[..., 0] ** 2 / raw[0].size
-        whole = jnp.einsum("thk,dhk->td", raw, kernel.query)
-        back = jnp.einsum("td,dhk->thk", whole, kernel.query)
+        whole = jnp.einsum("thk,dhk->td", raw, maps)
+        back = jnp.einsum("td,dhk->thk", whole, maps)
         x_g = x_g - share * jnp.sum(kernel.part * raw, axis=(1, 2))[:, None]
         g_g = g_g - 2 * share * jnp.sum(back * slope, axis=-1)
         g_g = g_g + share**2 * jnp.sum(whole * whole, axis=-1)[:, None]
@@ -357,13 +355,6 @@ def _form(matrix, left, right):
     return jnp.sum(jnp.einsum("thk,hkl->thl", left, matrix) * right, axis=-1)
 
 
-def _gain(norm, wide):
-    """The gain of a norm, 1 where it has none."""
-    if norm is None or norm.weight is None:
-        return jnp.ones((), wide)
-    return norm.weight[...].astype(wide) + norm.offset
-
-
 def _turned(flow, layer, module, raw):
     """The rotated queries of what the query's projection gave, and a norm of all heads: the rest
     of `_project`."""
@@ -381,52 +372,25 @@ class _Kernel(NamedTuple):
 
     Arguments:
         direction: (tokens, width) x.
-        raw: (tokens, heads * head) the queries before their norm and rotation.
-        query: (width, heads, head) their derivative by x, but for the length that x is read with;
-            gram: (heads, head, head) of its columns; part: (tokens, heads, head) of x.
+        part: (tokens, heads, head) of x in the queries before their norm and rotation, but for the
+            length that x is read with.
+        gram: (heads, head, head) of their derivative's columns.
         radius: (heads or 1, tokens) the length of the state that the logits are linear in.
-        form: (heads, head, head) |m_ij|^2 is this form of R_i^T k_j, times scale^2.
-        dimension: of that state's space.
+        read: what attention reads.
     """
 
     direction: Array
-    raw: Array
     part: Array
-    query: Array
     gram: Array
     radius: Array
-    form: Array
-    dimension: int
+    read: Reading
 
 
-def _kernel(flow, layer, module, x) -> _Kernel:
-    config, wide = flow.config, at_least_float32(x.dtype)
-    tokens, shape = x.shape[0], (config.heads, config.head_width)
-    norm = None
-    if config.placement in ("pre", "sandwich"):
-        norm = flow._pick("attention_norm", layer, None)
-    raw = module.query(x if norm is None else norm(x)).astype(wide)
-    h = _read(flow, x)
-    read = h
-    if norm is not None:
-        read = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + norm.eps)
-    weights = module.query.kernel[...].astype(wide) * jnp.atleast_1d(_gain(norm, wide))[:, None]
-    query = weights - jnp.mean(weights, axis=0) if flow.centered else weights
-    direction = geometry.sphere(h)
-    part = (direction @ query).reshape(tokens, *shape)
-    query = query.reshape(flow.width, *shape)
-    gram = jnp.einsum("dhk,dhl->hkl", query, query)
-    inner = module.query_norm
-    if inner is not None:
-        # The sphere is that of the normalised queries.
-        state = raw if config.query_key_norm == "full" else raw.reshape(tokens, *shape)
-        state = state * jax.lax.rsqrt(jnp.mean(state * state, axis=-1, keepdims=True) + inner.eps)
-        gain = jnp.broadcast_to(_gain(inner, wide), state.shape[1:]).reshape(shape)
-        form, dimension = jax.vmap(jnp.diag)(gain * gain), state.shape[-1]
-    else:
-        state, form, dimension = read, gram, flow.width - int(flow.centered)
-    radius = jnp.sqrt(jnp.sum(state * state, axis=-1)).reshape(tokens, -1).T
-    return _Kernel(direction, raw, part, query, gram, radius, form, dimension)
+def _kernel(flow, layer, x) -> _Kernel:
+    read, direction = reading(flow, layer, None, x), geometry.sphere(_read(flow, x))
+    part = jnp.einsum("td,dhk->thk", direction, read.maps)
+    gram = jnp.einsum("dhk,dhl->hkl", read.maps, read.maps)
+    return _Kernel(direction, part, gram, read.radius().T, read)
 
 
 def _growths(flow, layer, kernel: _Kernel, k, scale):
@@ -449,10 +413,10 @@ def _growths(flow, layer, kernel: _Kernel, k, scale):
     if -1 in config.rope_of or not kinds:
         kinds = [forms(None), *kinds]
     which = jnp.asarray(config.rope_of)[layer] + (len(kinds) - len(config.ropes))
-    form, size = kernel.form, scale * kernel.radius
+    form, size = kernel.read.grams, scale * kernel.radius
     found = kinds[0](form, k) if len(kinds) == 1 else jax.lax.switch(which, kinds, form, k)
     size = jnp.broadcast_to(size, (config.heads, tokens)).reshape(groups, -1, tokens, 1)
-    return cumulant(kernel.dimension, size * jnp.sqrt(jnp.maximum(found, 0)))
+    return cumulant(kernel.read.dimension, size * jnp.sqrt(jnp.maximum(found, 0)))
 
 
 WIDEST = 1.5
@@ -469,7 +433,7 @@ def _interpolation(kernel: _Kernel, heads: int, k, scale):
     approximation practice", 2013, theorem 8.2).
     """
     keys = jnp.repeat(k, heads // k.shape[1], axis=1)
-    lengths = scale * jnp.sqrt(jnp.maximum(_form(kernel.form, keys, keys), 0))
+    lengths = scale * jnp.sqrt(jnp.maximum(_form(kernel.read.grams, keys, keys), 0))
     radius = jnp.broadcast_to(kernel.radius, (heads, k.shape[0])).T
     low, high = jnp.min(radius, axis=0), jnp.max(radius, axis=0)
     count = 8 if jnp.finfo(k.dtype).bits < 64 else 17
@@ -477,7 +441,7 @@ def _interpolation(kernel: _Kernel, heads: int, k, scale):
     order = np.arange(count)
     half = (high - low)[:, None] / 2
     points = low[:, None] + half * jnp.asarray(1 + np.cos(angle), k.dtype)
-    values = cumulant(kernel.dimension, points * lengths[..., None])
+    values = cumulant(kernel.read.dimension, points * lengths[..., None])
     transform = np.cos(order * angle[:, None]) * np.where(order == 0, 1, 2) / count
     unit = (radius - low)[..., None] / jnp.where(half == 0, 1, half) - 1
     weights = jnp.cos(jnp.asarray(order, k.dtype) * jnp.arccos(jnp.clip(unit, -1, 1)))
@@ -493,7 +457,7 @@ def _output(flow, layer, module):
     if config.placement in ("output", "sandwich"):
         norm = flow._pick("attention_post_norm", layer, None)
         output = geometry.center(output) if norm.kind == "layer" else output
-        output = output * jnp.broadcast_to(_gain(norm, output.dtype), output.shape)
+        output = output * gain_of(norm, config.width, output.dtype)
     if flow.centered:
         output = geometry.center(output)
     return output.reshape(config.heads, config.head_width, -1)

@@ -135,7 +135,7 @@ class VMFMixture(StateMixture):
 
     Arguments:
         means: (components, width) mu_z.
-        concentrations: (components,) kappa_z >= 0.
+        concentrations: (components,) kappa_z >= 0, or one for all.
         weights: (components,) pi_z > 0 that sum to 1; None for uniform ones.
 
     Raises:
@@ -149,13 +149,13 @@ class VMFMixture(StateMixture):
     def __init__(
         self,
         means: Float[ArrayLike, "components width"],
-        concentrations: Float[ArrayLike, " components"],
+        concentrations: Float[ArrayLike, " components"] | float,
         weights: Float[ArrayLike, " components"] | None = None,
     ):
-        means, concentrations = jnp.asarray(means), jnp.asarray(concentrations)
+        means = jnp.asarray(means)
         _check_rows("means", means, minimum=2)
-        _check_vector("concentrations", concentrations, means)
         bessel.check_concentrations(concentrations)
+        concentrations = _vector("concentrations", concentrations, means)
         _check_squares("concentrations", concentrations)
         if not isinstance(means, jax.core.Tracer):
             _check_on_sphere(means)
@@ -222,7 +222,7 @@ class GaussianMixture(StateMixture):
 
     Arguments:
         means: (components, width) mu_z.
-        deviations: (components,) sigma_z > 0.
+        deviations: (components,) sigma_z > 0, or one for all.
         weights: (components,) pi_z > 0 that sum to 1; None for uniform ones.
 
     Raises:
@@ -235,12 +235,12 @@ class GaussianMixture(StateMixture):
     def __init__(
         self,
         means: Float[ArrayLike, "components width"],
-        deviations: Float[ArrayLike, " components"],
+        deviations: Float[ArrayLike, " components"] | float,
         weights: Float[ArrayLike, " components"] | None = None,
     ):
-        means, deviations = jnp.asarray(means), jnp.asarray(deviations)
+        means = jnp.asarray(means)
         _check_rows("means", means, minimum=1)
-        _check_vector("deviations", deviations, means)
+        deviations = _vector("deviations", deviations, means)
         if not isinstance(deviations, jax.core.Tracer) and not np.all(np.asarray(deviations) > 0):
             raise ValueError(f"deviations must be positive, got {np.asarray(deviations).min()}")
         self.width = means.shape[1]
@@ -337,7 +337,13 @@ def _check_rows(name, rows, minimum):
         raise ValueError(f"{name} are not finite")
 
 
-def _check_vector(name, values, rows):
+def _vector(name, values, rows):
+    """One value per row, of the rows' type; a number is that of all."""
+    scalar = isinstance(values, (int, float, np.number, jax.Array)) and np.ndim(values) == 0
+    if scalar and not isinstance(values, bool):
+        full = jnp.full if isinstance(values, jax.core.Tracer) else np.full
+        values = full(rows.shape[:1], values, rows.dtype)
+    values = jnp.asarray(values)
     if values.shape != rows.shape[:1] or values.dtype != rows.dtype:
         raise ValueError(
             f"{name} must be {rows.dtype} of shape {rows.shape[:1]} as the means ask, got "
@@ -345,6 +351,7 @@ def _check_vector(name, values, rows):
         )
     if not isinstance(values, jax.core.Tracer) and not np.isfinite(np.asarray(values)).all():
         raise ValueError(f"{name} are not finite")
+    return values
 
 
 def _check_squares(name, values, factor=1):
@@ -375,8 +382,7 @@ def _check_on_sphere(means):
 def _log_weights(weights, rows):
     if weights is None:
         return jnp.full(rows.shape[:1], -np.log(rows.shape[0]).item(), rows.dtype)
-    weights = jnp.asarray(weights)
-    _check_vector("weights", weights, rows)
+    weights = _vector("weights", jnp.atleast_1d(weights), rows)
     if not isinstance(weights, jax.core.Tracer):
         values = np.asarray(weights, np.float64)
         if (

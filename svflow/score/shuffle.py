@@ -31,6 +31,9 @@ FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FEWEST = 4
 """Prompts below which no rank correlation is given."""
 
+ROUNDING = 4
+"""In epsilons, twice what float32 was off float64 by in means over 32 tokens of small models."""
+
 
 class Shuffle(NamedTuple):
     """A prefix-shuffling study of one model.
@@ -38,7 +41,8 @@ class Shuffle(NamedTuple):
     A metric is the mean over heads (or is of one branch or substep, by name) and over the suffix's
     tokens where it is finite. Its change is (metric - metric_0) / metric_0, metric_0 that of the
     text as it is: the change of a metric that is negative, such as free energy can be, has the
-    other sign.
+    other sign. What is within `rounding` of zero is taken for it: a difference, whose change is
+    then 0, and metric_0, whose change is then no number.
 
     Arguments:
         family: of the model; tokens, suffix: how many tokens a prompt has, and how many of them
@@ -46,7 +50,8 @@ class Shuffle(NamedTuple):
         fractions: (fractions,).
         metric: by name, (prompts, fractions, draws, layers).
         unshuffled: by name, (prompts, layers).
-        change: by name, (prompts, fractions, draws, layers); nan where metric_0 is zero.
+        change: by name, (prompts, fractions, draws, layers); nan where metric_0 is zero to
+            rounding.
         loss: (prompts, fractions, draws) the mean cross-entropy in nats of the suffix's tokens but
             the first, predicted from the suffix's tokens; None for a model without a next-token
             loss.
@@ -229,12 +234,15 @@ def _study(model, prompts, *, suffix, rates, draws, seed, progress) -> Shuffle:
                 same = np.array_equal(ids, prompt)
                 pair = (first[number], first_loss[number]) if same else at(ids)
                 metric[number, i, draw], loss[number, i, draw] = pair
-    base = first[:, None, None]
-    change = np.divide(metric - base, base, out=np.full(metric.shape, np.nan), where=base != 0)
+    eps = float(jnp.finfo(model.embedding.tokens.dtype).eps)
+    base, floor = first[:, None, None], rounding(names, first, eps)[:, None, None]
+    change = np.full(metric.shape, np.nan)
+    np.divide(_apart(metric, base, floor), base, out=change, where=np.abs(base) > floor)
     rho: dict[str, np.ndarray] = {}
     p_value: dict[str, np.ndarray] = {}
     if with_loss:
-        worse = np.mean(loss - first_loss[:, None, None], axis=2)
+        base = first_loss[:, None, None]
+        worse = np.mean(_apart(loss, base, ROUNDING * eps * np.abs(base)), axis=2)
         for column, name in enumerate(names):
             mean = np.mean(change[:, :, :, column], axis=2)
             rho[name], p_value[name] = spearman(mean, np.broadcast_to(worse[..., None], mean.shape))
@@ -252,6 +260,39 @@ def _study(model, prompts, *, suffix, rates, draws, seed, progress) -> Shuffle:
         p_value=p_value,
         untrained=None,
     )
+
+
+def rounding(
+    names: Sequence[str], values: Float[np.ndarray, "*prompts metrics layers"], eps: float
+) -> Float[np.ndarray, "*prompts metrics layers"]:
+    """What rounding may do to means of metrics over tokens: `ROUNDING` eps times
+
+    - for fractions of lengths and cosines, 1;
+    - for what is made of the logarithm of a sum (free energy, entropy, the consistency KL), 1 and
+      the size of the free energy: the logits are of that size;
+    - for the others, their own size.
+    """
+    size = np.abs(values)
+    depth = 1 + size[..., names.index("free_energy"), :]
+    for column, name in enumerate(names):
+        if name in ("free_energy", "entropy", "consistency"):
+            size[..., column, :] = depth
+        elif name in ("cosine", "head_radial") or name.startswith("radial of"):
+            size[..., column, :] = 1
+    return ROUNDING * eps * size
+
+
+def _apart(values, base, floor):
+    """values - base, 0 where that is rounding."""
+    apart = values - base
+    return np.where(np.abs(apart) <= floor, 0, apart)
+
+
+def medians(change: Float[np.ndarray, "prompts draws layers"]) -> Float[np.ndarray, " layers"]:
+    """Over prompts and draws, those left out that have no value; nan where none has."""
+    rows = change.reshape(-1, change.shape[-1]).T
+    known = [row[np.isfinite(row)] for row in rows]
+    return np.asarray([np.median(row) if row.size else np.nan for row in known])
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from svflow.plotting import COLOURS, MARKERS, THEMES, WIDE
-from svflow.score.shuffle import Shuffle
+from svflow.score.shuffle import Shuffle, medians
 
 SHOWN = {
     "entropy": "posterior entropy",
@@ -53,15 +53,13 @@ def change_over_depth(
     order = np.argsort(fractions)
     for hue, place in enumerate([i for i in order if fractions[i] > 0][-4:]):
         line: dict[str, Any] = dict(color=colours[hue])
-        with np.errstate(all="ignore"):
-            found = 100 * np.nanmedian(change[:, place], axis=(0, 1))
-            axes.plot(
-                layers, found, marker=MARKERS[hue], ms=3, mew=0, lw=1.4,
-                markevery=-(-len(layers) // 20), **line,
-            )  # fmt: skip
-            if control is not None:
-                other = 100 * np.nanmedian(control[:, place], axis=(0, 1))
-                axes.plot(layers, other, lw=0.9, ls=(0, (4, 2)), alpha=0.8, **line)
+        axes.plot(
+            layers, 100 * medians(change[:, place]), marker=MARKERS[hue], ms=3, mew=0, lw=1.4,
+            markevery=-(-len(layers) // 20), **line,
+        )  # fmt: skip
+        if control is not None:
+            other = 100 * medians(control[:, place])
+            axes.plot(layers, other, lw=0.9, ls=(0, (4, 2)), alpha=0.8, **line)
     axes.set_title(title, pad=6, size=10)
     axes.grid(axis="y")
     axes.set_axisbelow(True)

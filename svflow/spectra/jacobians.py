@@ -31,6 +31,7 @@ from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow, check_context, check_flow
 from svflow.memory import check_memory
 from svflow.models.transformer import Transformer
+from svflow.sharding import DATA, gathered, mesh_of, on_mesh_of, over_data
 from svflow.simulate import Trajectory, simulate
 
 SCOPES = ("isolated", "frozen", "full")
@@ -72,7 +73,8 @@ def jacobian(
     """
     layer, x, token = check_state(flow, layer, x, token, scope, context)
     check_chunk(flow, x, scope, chunk, count=1)
-    J = _jacobian(flow, np.int32(layer), x, np.int32(token), context, scope, chunk)
+    with on_mesh_of(flow):
+        J = _jacobian(flow, np.int32(layer), x, np.int32(token), context, scope, chunk)
     _check_result(J, [layer])
     return J
 
@@ -96,21 +98,27 @@ def layer_jacobians(
         ValueError, MemoryError: as `jacobian`, with the layer's number.
     """
     check_flow(flow)
-    if isinstance(xs, Trajectory):
-        raise ValueError("xs must be the states of a trajectory; pass its `.xs`")
-    if jnp.ndim(xs) != 3 or len(xs) != flow.depth + 1:
-        raise ValueError(
-            f"xs must be the {flow.depth + 1} states of simulate, (states, tokens, {flow.width}), "
-            f"got shape {jnp.shape(xs)}"
-        )
-    xs = jnp.asarray(xs)
+    xs = check_states(xs, flow.depth, flow.width)
     place = 0
     for layer in range(flow.depth):
         _, _, place = check_state(flow, layer, xs[layer], token, scope, context)
     check_chunk(flow, xs[0], scope, chunk, count=flow.depth)
-    J = _layer_jacobians(flow, xs[:-1], np.int32(place), context, scope, chunk)
+    with on_mesh_of(flow):
+        J = _layer_jacobians(flow, xs[:-1], np.int32(place), context, scope, chunk)
     _check_result(J, range(flow.depth))
     return J
+
+
+def check_states(xs, depth: int, width: int) -> Float[Array, "states tokens width"]:
+    """The states of a trajectory; raises ValueError for what is not of this shape."""
+    if isinstance(xs, Trajectory):
+        raise ValueError("xs must be the states of a trajectory; pass its `.xs`")
+    if jnp.ndim(xs) != 3 or len(xs) != depth + 1:
+        raise ValueError(
+            f"xs must be the {depth + 1} states of simulate, (states, tokens, {width}), "
+            f"got shape {jnp.shape(xs)}"
+        )
+    return jnp.asarray(xs)
 
 
 def text_jacobians(
@@ -170,7 +178,7 @@ def check_state(flow, layer, x, token, scope, context) -> tuple[int, Array, int]
         raise ValueError(f"token {token} is not one of {tokens} tokens")
     check_context(context, tokens)
     # In NumPy: within a trace JAX would stage what it does to a known array as well.
-    if not isinstance(x, jax.core.Tracer) and not np.isfinite(np.asarray(x)).all():
+    if not isinstance(x, jax.core.Tracer) and not np.isfinite(gathered(x)).all():
         raise ValueError(f"the state before layer {layer} is not finite")
     return layer, x, token % tokens
 
@@ -195,9 +203,11 @@ def check_chunk(flow, x, scope, chunk, *, count):
     # The result, and what the columns of one chunk pass through: 4 widths in the feed-forward
     # layer, several times over.
     columns = min(size, chunk or size)
+    mesh = mesh_of(flow)
+    shares = 1 if mesh is None else mesh.shape.get(DATA, 1)
     check_memory(
         f"{count} {scope} Jacobian{'s' * (count > 1)} of {size} x {size}",
-        item * size * (count * size + 16 * columns),
+        item * size * (count * size + 16 * columns) // shares,
         x,
     )
 
@@ -205,7 +215,7 @@ def check_chunk(flow, x, scope, chunk, *, count):
 def _check_result(J, layers):
     if isinstance(J, jax.core.Tracer):
         return
-    finite = np.isfinite(np.asarray(J)).reshape(len(layers), -1).all(axis=-1)
+    finite = np.isfinite(gathered(J)).reshape(len(layers), -1).all(axis=-1)
     if not finite.all():
         layer = layers[int(np.argmin(finite))]
         raise ValueError(f"the Jacobian of layer {layer} is not finite in {J.dtype}")
@@ -235,9 +245,12 @@ def columns_of(function, x, chunk):
     def column(place):
         return push((jnp.arange(x.size) == place).astype(x.dtype).reshape(x.shape))
 
-    places = jnp.arange(x.size)
-    if chunk is None:
-        columns = jax.vmap(column, out_axes=-1)(places)
+    chunk = x.size if chunk is None else min(chunk, x.size)
+    if chunk == x.size:
+        columns = jax.vmap(column, out_axes=-1)(over_data(jnp.arange(x.size)))
     else:
-        columns = jnp.moveaxis(jax.lax.map(column, places, batch_size=chunk), 0, -1)
+        # The last chunk may reach past the end: columns of zeros, which are cut off.
+        places = jnp.arange(-(-x.size // chunk) * chunk).reshape(-1, chunk)
+        columns = jax.lax.map(lambda some: jax.vmap(column)(over_data(some)), places)
+        columns = jnp.moveaxis(columns.reshape(-1, *x.shape)[: x.size], 0, -1)
     return columns.reshape(*x.shape, *x.shape)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from svflow.models.transformer import Transformer
 from svflow.resumable import Arrays, check_sequences, digest, over_sequences, read
+from svflow.sharding import gathered, mesh_of
 from svflow.spectra.jacobians import SCOPES, text_jacobians
 from svflow.spectra.measures import SCALARS, check_top, measures
 from svflow.spectra.products import cumulative
@@ -159,6 +160,8 @@ def without_ginibre(rows: Arrays) -> tuple[Arrays, Arrays]:
 def measured(model, ids, settings) -> tuple[Arrays, np.ndarray]:
     """A sequence's row of measures, and the Jacobians (layers, width, width) in float64."""
     J = text_jacobians(model, ids, token=settings["token"], scope=settings["scope"])
+    if mesh_of(J) is not None:
+        J = jnp.asarray(gathered(J))  # whole: what follows is mostly LAPACK's, on the host
     found = measures(J, top=settings["top"], tau=settings["tau"])
     row = {name: np.asarray(getattr(found, name), np.float64) for name in SCALARS}
     row |= {f"ginibre_{name}": value for name, value in found.ginibre.items()}
