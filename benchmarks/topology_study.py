@@ -9,7 +9,8 @@ passages are cut from the text file CORPUS at even distances, TOKENS ids each. A
 vocab.txt and no tokenizer.json is a model of chemistry: its passages are amide couplings.
 
 The studies are .npz files in FOLDER, and a run that was killed continues from them; so do more
-PASSAGES. The pictures beside them are those of the last checkpoint of every model. With --out the
+PASSAGES. The pictures beside them are those of the last checkpoint of every model, and
+`embedded_film`, what training does. With --out the
 tables take the place of everything after the line "## Tables" of that file.
 
 In the summary, per resolution and for participation in positive weights: the gradient is Spearman's
@@ -22,6 +23,7 @@ columns of R = J - I.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import jax
@@ -36,7 +38,7 @@ import svflow as sv
 from svflow import topology
 from svflow.plotting import style
 from svflow.spectra import controls
-from svflow.topology.topology_plot import topology_picture
+from svflow.topology.topology_plot import topology_picture, training_film
 
 ACIDS = (
     "CC", "CCC", "CC(C)C", "CC(C)(C)OC(=O)NC", "c1ccccc1", "c1ccc(F)cc1", "Cc1ccccc1", "COc1ccccc1",
@@ -156,10 +158,62 @@ def picture(path: Path, study: topology.Study, title: str) -> None:
             plt.close(figure)
 
 
+def film(folder: Path, studies: dict[int, list[topology.Study]], resolutions: list[float]) -> None:
+    """What training does, by steps: of each, one study per resolution. Light and dark."""
+    steps = sorted(studies)
+    first = [studies[step][0] for step in steps]
+    mean = [{key: v.mean(axis=0) for key, v in one.samples.items()} for one in first]
+    depth = np.arange(first[0].settings["layers"])
+    names = dict(self_alignment="alignment", henrici_departure="Henrici", update_ratio="|R|/|J|")
+
+    def gradients(key):
+        return np.array([spearmanr(depth, one[key]).statistic for one in mean])
+
+    def coupled(tested: str):
+        rho = [
+            [getattr(one.topology.coupling, tested).rho[0, 0] for one in studies[step]]
+            for step in steps
+        ]
+        each = np.array([row[-1] for row in rho])
+        return np.stack([each.mean(axis=1), each.min(axis=1), each.max(axis=1)], axis=1)
+
+    rank = np.array([one["cumulative_effective_rank"] for one in mean])
+    last = f"resolution {resolutions[-1]:g}"
+    for theme in ("light", "dark"):
+        with plt.rc_context(style(theme)):
+            training_film(
+                figure := plt.figure(),
+                steps,
+                {
+                    "alignment of singular directions": np.array(
+                        [one["self_alignment"] for one in mean]
+                    ),
+                    "effective rank of the layers' product": rank,
+                    f"coupling, raw, {last}": np.array(
+                        [studies[step][-1].topology.coupling.raw.rho[0, 0] for step in steps]
+                    ),
+                },
+                {
+                    "rank correlation with depth": {
+                        name: gradients(key) for key, name in names.items()
+                    },
+                    "effective rank after all layers": {"product of Jacobians": rank[:, -1]},
+                    "coupling: mean, range over layers": {
+                        name: coupled(name) for name in ("raw", "partial")
+                    },
+                },
+                theme=theme,
+                title="The embedded model's training: Jacobians and graph",
+            )
+            figure.savefig(folder / f"embedded_film.{theme}.png")
+            plt.close(figure)
+
+
 def lines(given) -> list[str]:
     corpus = given.corpus.read_text()
     rows: dict[float, list[str]] = {resolution: [] for resolution in given.resolutions}
     full = []
+    trained: dict[int, list[topology.Study]] = {}
     for name, source, model, printed in models(given.models):
         ids = passages(source, corpus, given.passages, given.tokens)
         path = given.folder / (name.replace(", ", "_").replace(" ", "_") + ".npz")
@@ -170,12 +224,15 @@ def lines(given) -> list[str]:
             else:
                 found = topology.load_study(path, options=options, progress=tqdm)
             rows[resolution].append(summary(name, found))
+            if name.startswith("embedded"):
+                trained.setdefault(int(re.sub(r"\D", "", name) or 0), []).append(found)
             if printed:
                 head = f"### {name}, resolution {resolution:g}"
                 full += ["", head, "", "```text", topology.table(found), "```"]
         if printed:
             picture(path, found, f"{name}: topology of the residual stream")
         print(name, flush=True)
+    film(given.folder, trained, given.resolutions)
     text = []
     for resolution, body in rows.items():
         text += ["", f"### Summary, resolution {resolution:g}", "", "| " + " | ".join(HEAD) + " |"]

@@ -14,7 +14,7 @@ import svflow as sv
 from svflow import topology
 from svflow.plotting import style
 from svflow.spectra import controls
-from svflow.topology.topology_plot import topology_picture
+from svflow.topology.topology_plot import topology_picture, training_film
 
 module = importlib.import_module("svflow.topology.study")  # the name is the function too
 SEQUENCES = [np.random.default_rng(n).integers(0, 23, 12).tolist() for n in range(3)]
@@ -362,4 +362,33 @@ def test_pictures(whole, theme):
         and line.get_markerfacecolor() == line.get_markeredgecolor()
     ]  # fmt: skip
     assert [list(x) for x in filled] == [[1], [2]]
+    plt.close(figure)
+
+
+def test_a_training_is_shown_by_checkpoint_and_by_step():
+    steps, random = [0, 10, 1000], np.random.default_rng(0)
+    profile, course, band = (random.normal(size=shape) for shape in ((3, 5), 3, (3, 3)))
+    band.sort(axis=1)
+    with plt.rc_context(style("dark")):
+        axes = training_film(
+            figure := plt.figure(),
+            steps,
+            {"rank": profile},
+            {"over steps": {"one": course, "another": band[:, [1, 0, 2]]}},
+            theme="dark",
+            title="Training",
+        )
+        figure.canvas.draw()
+    above, below = axes
+    lines = [line.get_ydata() for line in above.lines if len(line.get_ydata()) == 5]
+    np.testing.assert_array_equal(lines, profile)
+    drawn = {line.get_label(): line for line in below.lines}
+    np.testing.assert_array_equal(drawn["one"].get_ydata(), course)
+    np.testing.assert_array_equal(drawn["one"].get_xdata(), steps)
+    np.testing.assert_array_equal(drawn["another"].get_ydata(), band[:, 1])
+    vertices = below.collections[0].get_paths()[0].vertices
+    assert {y for _, y in vertices} == set(band[:, [0, 2]].ravel())
+    assert [tick.get_text() for tick in below.get_xticklabels()] == ["0", "10", "1000"]
+    names = [text.get_text() for text in figure.legends[0].texts]
+    assert names == ["0 steps", "10 steps", "1000 steps"]
     plt.close(figure)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from svflow.plotting import COLOURS, MARKERS, THEMES
+from svflow.plotting import COLOURS, MARKERS, PLAIN, THEMES
 
 
 def ordered_correlation(
@@ -207,5 +208,82 @@ def topology_picture(
     figure.legend(
         handles=[Line2D([], [], ms=8, label="a community, area by its nodes", **disc)],
         loc="upper left", bbox_to_anchor=(0.006, 0.962), borderaxespad=0, borderpad=0,
+    )  # fmt: skip
+    return found
+
+
+def training_film(
+    figure: Figure,
+    steps: Sequence[int],
+    profiles: Mapping[str, np.ndarray],
+    courses: Mapping[str, Mapping[str, np.ndarray]],
+    *,
+    theme: str,
+    title: str,
+) -> list[Axes]:
+    """Layers at every checkpoint of a training above, numbers of the whole over its steps below.
+
+    Arguments:
+        figure: of a `svflow.plotting.style`; its size is set here.
+        steps: (checkpoints,) after how many steps, in order; 0 for the untrained model.
+        profiles: by what is measured, (checkpoints, layers): one line per checkpoint.
+        courses: by what is measured, by the name of a line, (checkpoints,), or (checkpoints, 3) for
+            a line and the lower and upper edge of a band. As many as there are profiles.
+        theme: "light" or "dark".
+        title: of the whole.
+    """
+    tone, colours = THEMES[theme], COLOURS[theme]
+    count = len(profiles)
+    figure.set_size_inches(3.6 * count, 6.6)
+    edges: dict[str, Any] = dict(left=0.062, right=0.985, wspace=0.27)
+    grids = [
+        figure.add_gridspec(1, count, top=0.87, bottom=0.535, **edges),
+        figure.add_gridspec(1, count, top=0.385, bottom=0.075, **edges),
+    ]
+    late = LinearSegmentedColormap.from_list("", [tone["rule"], colours[0], tone["ink"]])
+    tones = [late(place) for place in np.linspace(0.15, 1, len(steps))]
+    found = []
+    for place, (label, values) in enumerate(profiles.items()):
+        axes = figure.add_subplot(grids[0][place])
+        depth = np.arange(1, 1 + values.shape[1])
+        for line, colour, marker in zip(values, tones, itertools.cycle(MARKERS)):
+            axes.plot(depth, line, color=colour, marker=marker, mew=0, lw=1.4)
+        axes.set_title(label, pad=8, size=9.5)
+        axes.set_xlabel("layer")
+        axes.xaxis.set_major_locator(MaxNLocator(min(len(depth), 10), integer=True, min_n_ticks=1))
+        found.append(axes)
+    for place, (label, lines) in enumerate(courses.items()):
+        axes = figure.add_subplot(grids[1][place])
+        for (name, values), colour, marker in zip(lines.items(), colours, MARKERS):
+            whole = np.asarray(values, float)
+            line = whole if whole.ndim == 1 else whole[:, 0]
+            if whole.ndim == 2:
+                axes.fill_between(steps, whole[:, 1], whole[:, 2], color=colour, alpha=0.17, lw=0)
+            axes.plot(steps, line, color=colour, marker=marker, mew=0, label=name)
+        axes.set_title(label, pad=22, size=9.5)
+        axes.set_xlabel("training steps")
+        # From nothing to thousands: evenly enough, and 0 has a place.
+        axes.set_xscale("symlog", linthresh=min((s for s in steps if s > 0), default=1))
+        axes.set_xticks(steps, [str(step) for step in steps])
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.3,
+            handlelength=1.5, columnspacing=1.0, handletextpad=0.5, borderpad=0,
+        )  # fmt: skip
+        found.append(axes)
+    for axes in found:
+        low, high = axes.get_ylim()
+        if low < 0 < high:
+            axes.axhline(0, color=tone["pale"], lw=0.8, zorder=1)
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+        axes.yaxis.set_major_formatter(PLAIN)
+    figure.text(0.006, 0.985, title, size=11, weight="bold", va="top")
+    handles = [
+        Line2D([], [], color=colour, marker=marker, mew=0, lw=1.4, label=f"{step} steps")
+        for step, colour, marker in zip(steps, tones, itertools.cycle(MARKERS))
+    ]
+    figure.legend(
+        handles=handles, loc="upper right", bbox_to_anchor=(0.985, 0.99), ncols=len(steps),
+        borderaxespad=0, borderpad=0, handlelength=1.6, columnspacing=1.2,
     )  # fmt: skip
     return found
