@@ -28,11 +28,17 @@ from svflow.models.tokenizer import load_tokenizer
 from svflow.models.transformer import Transformer
 from svflow.panels import PANELS, depth
 from svflow.portrait import portrait
+from svflow.spectra.controls import initialisation
 
 FILES = (
     "index.html",
     "portrait.json",
-    *(f"{key}.png" for panel in (depth, *PANELS.values()) for key in panel.PICTURES),
+    *(
+        f"{key}{place}.png"
+        for panel in (depth, *PANELS.values())
+        for key in panel.PICTURES
+        for place in ("", ".2")
+    ),
 )
 """Every name that is written; nothing else in the folder is touched."""
 
@@ -58,10 +64,17 @@ def _parser() -> argparse.ArgumentParser:
         "an HTML page with figures, and every number as JSON.",
     )
     parser.add_argument(
-        "model",
-        nargs="?",
+        "models",
+        metavar="MODEL",
+        nargs="*",
         help="a folder with config.json and weights, a .gguf file, or a Hugging Face hub id; "
-        "by default the small model that comes with svflow",
+        "by default the small model that comes with svflow; two are shown side by side",
+    )
+    parser.add_argument(
+        "--untrained",
+        action="store_true",
+        help="the model beside the same architecture with random weights, of seed 1: the untrained "
+        "companions inside a portrait have seed 0",
     )
     given = parser.add_mutually_exclusive_group()
     given.add_argument(
@@ -98,41 +111,56 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--max-tokens must be at least 2, got {arguments.max_tokens}")
     if arguments.draws is not None and arguments.draws < 1:
         raise ValueError(f"--draws must be at least 1, got {arguments.draws}")
+    if len(arguments.models) > 2:
+        raise ValueError(f"one model, or two to compare, not {len(arguments.models)}")
+    if arguments.untrained and len(arguments.models) > 1:
+        raise ValueError("--untrained compares one model with itself, and two were given")
     with _publish(arguments.out) as scratch:
         if arguments.dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        source = default_model_path() if arguments.model is None else arguments.model
-        text, ids, pieces = _tokens(source, arguments)
-        model = load(source, dtype=jnp.dtype(arguments.dtype))
-        ids, cut_from = _fit(model, ids, arguments.max_tokens)
-        bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
-        found = portrait(model, ids, progress=bar)
-        panels = {
-            key: _measured(panel, model, ids, arguments)
-            for key, panel in PANELS.items()
-            if not getattr(arguments, f"no_{key}") and _installed(panel)
-        }
-        doc = report.document(
-            found,
-            model,
-            ids,
-            name=_name(arguments.model),
-            text=text,
-            pieces=pieces[: len(ids)],
-            cut_from=cut_from,
-            panels=panels,
+        docs = []
+        for given in arguments.models or [None]:
+            source = default_model_path() if given is None else given
+            text, ids, pieces = _tokens(source, arguments)
+            model = load(source, dtype=jnp.dtype(arguments.dtype))
+            said = dict(name=_name(given), text=text, pieces=pieces)
+            docs.append(_document(model, ids, arguments, **said))
+            if arguments.untrained:
+                said["name"] += ", untrained"
+                untrained = initialisation(jax.random.key(1), model)
+                docs.append(_document(untrained, ids, arguments, **said))
+        light, dark = page.pictures(docs, "light"), page.pictures(docs, "dark")
+        for place, drawn in zip(("", ".2"), light):
+            for key, png in drawn.items():
+                (scratch / f"{key}{place}.png").write_bytes(png)
+        whole = docs[0] if len(docs) == 1 else report.comparison(docs)
+        (scratch / "portrait.json").write_text(_json(whole) + "\n", encoding="utf-8")
+        (scratch / "index.html").write_text(page.page(docs, light, dark), encoding="utf-8")
+    for doc in docs:
+        model = doc["model"]
+        print(
+            f"{model['name']}: {model['family']}, {model['layers']} layers, width "
+            f"{model['width']}, {len(doc['ids'])} tokens, {arguments.dtype} on {doc['device']}"
+            f"\n\n{report.table(doc)}\n"
         )
-        light, dark = page.pictures(doc, "light"), page.pictures(doc, "dark")
-        for key, png in light.items():
-            (scratch / f"{key}.png").write_bytes(png)
-        (scratch / "portrait.json").write_text(_json(doc) + "\n", encoding="utf-8")
-        (scratch / "index.html").write_text(page.page(doc, light, dark), encoding="utf-8")
-    config = model.config
-    print(
-        f"{doc['model']['name']}: {config.family}, {config.depth} layers, width {config.width}, "
-        f"{len(ids)} tokens, {arguments.dtype} on {doc['device']}\n\n{report.table(doc)}\n\n"
-        f"{arguments.out / 'index.html'}, portrait.json and {len(light)} figures"
-    )
+    count = sum(map(len, light))
+    print(f"{arguments.out / 'index.html'}, portrait.json and {count} figures")
+
+
+def _document(
+    model: Transformer, ids: np.ndarray, arguments: argparse.Namespace, **said: Any
+) -> dict[str, Any]:
+    """The portrait of one model; `said` is its name, text and pieces."""
+    ids, cut_from = _fit(model, ids, arguments.max_tokens)
+    bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
+    found = portrait(model, ids, progress=bar)
+    panels = {
+        key: _measured(panel, model, ids, arguments)
+        for key, panel in PANELS.items()
+        if not getattr(arguments, f"no_{key}") and _installed(panel)
+    }
+    said["pieces"] = said["pieces"][: len(ids)]
+    return report.document(found, model, ids, cut_from=cut_from, panels=panels, **said)
 
 
 def _installed(panel: ModuleType) -> bool:

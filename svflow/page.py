@@ -1,4 +1,4 @@
-"""A portrait's document, see `svflow.report`, as pictures and one HTML page."""
+"""Portraits' documents, see `svflow.report`, as pictures and one HTML page."""
 
 # The page is typeset: its dashes, minus signs, primes and Greek letters are meant.
 # ruff: noqa: RUF001
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +15,28 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from svflow import plotting
-from svflow.panels import PANELS
+from svflow.panels import PANELS, depth
 from svflow.panels.markup import image
 from svflow.panels.measure import Measure
 from svflow.report import notes, shown
 
+Doc = Mapping[str, Any]
 
-def pictures(doc: Mapping[str, Any], theme: str) -> dict[str, bytes]:
-    """One PNG per figure of the document's panels, by its key.
 
-    `theme` is "light" or "dark".
+def pictures(docs: Sequence[Doc], theme: str) -> list[dict[str, bytes]]:
+    """For every document one PNG per figure of its panels, by its key.
+
+    Figures of the same key have the same limits, so that they compare at sight. `theme` is "light"
+    or "dark".
     """
     with matplotlib.rc_context(plotting.style(theme)):
-        return {
-            key: _png(figure)
-            for panel in shown(doc)
-            for key, figure in panel.figures(doc, theme).items()
-        }
+        drawn = [
+            {key: one for panel in shown(doc) for key, one in panel.figures(doc, theme).items()}
+            for doc in docs
+        ]
+        for key in set.intersection(*map(set, drawn)) if len(drawn) > 1 else ():
+            plotting.share_limits([figures[key] for figures in drawn])
+        return [{key: _png(figure) for key, figure in figures.items()} for figures in drawn]
 
 
 def _png(figure: Figure) -> bytes:
@@ -40,27 +45,32 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def page(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
-    """One HTML page that needs nothing else: the pictures are inside, in both themes."""
-    model = doc["model"]
-    name = html.escape(model["name"])
-    tokens = len(doc["ids"])
-    facts = {
-        "Model": f"{name} <small>({html.escape(model['family'])})</small>",
-        "Shape": f"{model['layers']} layers × {model['width']}",
-        "Parameters": f"{model['parameters']:,}",
-        "Text": f"{tokens} tokens",
-        "Precision": html.escape(model["dtype"]),
-        "Device": html.escape(doc["device"]),
-    }
-    versions = " · ".join(f"{lib} {v}" for lib, v in doc["versions"].items() if v is not None)
+def page(
+    docs: Sequence[Doc], light: Sequence[Mapping[str, bytes]], dark: Sequence[Mapping[str, bytes]]
+) -> str:
+    """One HTML page that needs nothing else: the pictures are inside, in both themes.
 
-    def figure(key: str, measure: Measure, *, wide: bool = False) -> str:
-        return image(key, measure, light[key], dark[key], wide=wide)
-
-    present = shown(doc)
-    sections = "".join(panel.section(doc, figure) for panel in present)
-    sections += "".join(_absent(panel) for panel in PANELS.values() if panel not in present)
+    Of two documents every part of one stands beside the other's.
+    """
+    names = [html.escape(doc["model"]["name"]) for doc in docs]
+    title = " and ".join(names)
+    present = [panel for panel in (depth, *PANELS.values()) if any(panel in shown(d) for d in docs)]
+    parts = "".join(
+        _beside(names, [_part(panel, place, docs, light, dark) for place in range(len(docs))])
+        for panel in present
+    )
+    parts += "".join(_absent(panel) for panel in PANELS.values() if panel not in present)
+    texts = [f"<section>\n<h2>The text</h2>\n{_text(doc)}\n</section>\n" for doc in docs]
+    alike = len({text for text in texts}) == 1
+    cards = [
+        '<section>\n<h2>At a glance</h2>\n<div class="cards">'
+        + "".join(panel.cards(doc) for panel in shown(doc))
+        + "</div>\n</section>\n"
+        for doc in docs
+    ]
+    said = list(dict.fromkeys(note for doc in docs for note in notes(doc)))
+    versions = " · ".join(f"{lib} {v}" for lib, v in docs[0]["versions"].items() if v is not None)
+    widths = list(dict.fromkeys(f"{doc['model']['width']}" for doc in docs))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -68,37 +78,26 @@ def page(doc: Mapping[str, Any], light: Mapping[str, bytes], dark: Mapping[str, 
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
-<title>Portrait of {name}</title>
+<title>Portrait of {title}</title>
 <style>{_CSS}</style>
 </head>
-<body>
+<body{' class="two"' * (len(docs) > 1)}>
 <header>
 <p class="kicker">svflow portrait</p>
-<h1>{name}</h1>
+<h1>{title}</h1>
 <p class="lead">A transformer moves the state of each token through its layers in discrete steps.
 This page shows that motion for one text: how long the states are, how far each layer turns them,
-and how close the steps come to a continuous flow.</p>
-<dl class="facts">
-{"".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in facts.items())}
-</dl>
-</header>
+and how close the steps come to a continuous flow.{_LEAD * (len(docs) > 1)}</p>
+{_beside(names, [_facts(doc) for doc in docs])}</header>
 <main>
-<section>
-<h2>The text</h2>
-{_text(doc)}
-</section>
-<section>
-<h2>At a glance</h2>
-<div class="cards">{"".join(panel.cards(doc) for panel in present)}</div>
-</section>
-{sections}<section class="prose">
+{texts[0] if alike else _beside(names, texts)}{_beside(names, cards)}{parts}<section class="prose">
 <h2>How to read it</h2>
 <ul>
-{"".join(f"<li>{html.escape(note)}</li>" for note in notes(doc))}
-<li>A state of {model["width"]} coordinates is <i>h</i> = <i>ρ x</i>, its direction <i>x</i> on the
-sphere of radius √<i>d</i>. Adding an update <i>v</i> = <i>c x</i> + <i>P<sub>x</sub> v</i> moves
-the direction to that of <i>x</i> + Δ<i>t P<sub>x</sub> v</i>. This holds for every residual block,
-trained or not: it describes the motion and claims nothing about it.</li>
+{"".join(f"<li>{html.escape(note)}</li>" for note in said)}
+<li>A state of {" or ".join(widths)} coordinates is <i>h</i> = <i>ρ x</i>, its direction <i>x</i>
+on the sphere of radius √<i>d</i>. Adding an update <i>v</i> = <i>c x</i> + <i>P<sub>x</sub> v</i>
+moves the direction to that of <i>x</i> + Δ<i>t P<sub>x</sub> v</i>. This holds for every residual
+block, trained or not: it describes the motion and claims nothing about it.</li>
 <li>Norms and parts are root mean squares per coordinate, so they compare across widths.</li>
 <li>The text is read as it is: no begin-of-text token is added.</li>
 <li>Matrix products run at the highest precision of the device; the measures are computed in
@@ -112,6 +111,52 @@ float32 at least. All numbers are in <code>portrait.json</code>, beside this pag
 """
 
 
+_LEAD = """ Two models stand side by side; pictures of the same
+measure have the same axes."""
+
+
+def _facts(doc: Doc) -> str:
+    model = doc["model"]
+    facts = {
+        "Model": f"{html.escape(model['name'])} <small>({html.escape(model['family'])})</small>",
+        "Shape": f"{model['layers']} layers × {model['width']}",
+        "Parameters": f"{model['parameters']:,}",
+        "Text": f"{len(doc['ids'])} tokens",
+        "Precision": html.escape(model["dtype"]),
+        "Device": html.escape(doc["device"]),
+    }
+    rows = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in facts.items())
+    return f'<dl class="facts">\n{rows}\n</dl>\n'
+
+
+def _beside(names: Sequence[str], parts: Sequence[str]) -> str:
+    """Parts of one model as they are, of two in columns under their names."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = "".join(
+        f'<div><p class="kicker">{name}</p>{part}</div>' for name, part in zip(names, parts)
+    )
+    return f'<div class="beside">{columns}</div>\n'
+
+
+def _part(
+    panel: ModuleType,
+    place: int,
+    docs: Sequence[Doc],
+    light: Sequence[Mapping[str, bytes]],
+    dark: Sequence[Mapping[str, bytes]],
+) -> str:
+    """A panel's section of one of the documents."""
+    if panel not in shown(docs[place]):
+        return _absent(panel)
+
+    def figure(key: str, measure: Measure, *, wide: bool = False) -> str:
+        name = key if place == 0 else f"{key}-{place + 1}"
+        return image(name, measure, light[place][key], dark[place][key], wide=wide)
+
+    return panel.section(docs[place], figure)
+
+
 def _absent(panel: ModuleType) -> str:
     extra = f" (it needs <code>svflow[{panel.EXTRA[0]}]</code>)" if panel.EXTRA else ""
     return f"""<section>
@@ -122,23 +167,12 @@ def _absent(panel: ModuleType) -> str:
 """
 
 
-def _text(doc: Mapping[str, Any]) -> str:
+def _text(doc: Doc) -> str:
     pieces = "".join(f"<span>{html.escape(piece)}</span>" for piece in doc["pieces"])
     if doc["text"] is None:
         pieces = " ".join(f"<span>{html.escape(piece)}</span>" for piece in doc["pieces"])
         return f'<p class="prose">Given as token ids.</p><div class="tokens">{pieces}</div>'
     return f'<div class="tokens">{pieces}</div>'
-
-
-_LAYER_J = "<i>J<sub>l</sub></i>"
-
-
-_FIELDS = {
-    "model": "this model",
-    "gaussian": "Gaussian",
-    "random_update": "identity + Gaussian",
-    "deviation": "Gaussian sd",
-}
 
 
 _CSS = """
@@ -192,6 +226,13 @@ img { display: block; width: 100%; height: auto; }
 figcaption { padding-top: 8px; font-size: 14.5px; line-height: 1.5; color: var(--soft); }
 figcaption p { margin: 0 0 4px; }
 section > figure { margin: 44px 0; }
+.two header, .two main, .two footer { max-width: 1720px; }
+.beside { display: grid; gap: 0 56px; grid-template-columns: repeat(auto-fit,
+  minmax(min(100%, 500px), 1fr)); }
+.beside > div { min-width: 0; }
+.beside > div > .kicker { margin-top: 40px; font-weight: 600; overflow-wrap: anywhere; }
+.beside section { margin-top: 10px; }
+.beside .facts { margin-top: 10px; }
 .wide img { min-width: 760px; }
 table .words { text-align: left; }
 .formula { color: var(--ink); font: 16.5px/1.5 Georgia, "Times New Roman", serif; }
@@ -212,4 +253,21 @@ summary { cursor: pointer; color: var(--accent); }
 code { font-size: .92em; }
 footer { margin-top: 60px; padding-top: 18px; padding-bottom: 48px; font-size: 13px;
   color: var(--soft); }
+@media print {
+  body { font-size: 10.5pt; }
+  header, main, footer { max-width: none; padding: 0; }
+  header { padding-top: 0; }
+  section { margin-top: 26px; }
+  h2, h3, .kicker { break-after: avoid; }
+  figure, .cards > div, tr, dl { break-inside: avoid; }
+  thead { display: table-header-group; }
+  .figures { grid-template-columns: 1fr 1fr; gap: 22px; }
+  .beside .figures { grid-template-columns: 1fr; }
+  .tokens { max-height: none; overflow: visible; font-size: 10.5pt; }
+  .scroll { overflow: visible; }
+  .wide img { min-width: 0; }
+  table { font-size: 6.6pt; }
+  th, td { padding: 2px 3px; }
+  details::details-content { content-visibility: visible; block-size: auto; }
+}
 """

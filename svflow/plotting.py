@@ -187,12 +187,10 @@ def over_depth(
         axes.set_yscale("symlog", linthresh=scale, linscale=2)
         note = f"linear within ±{scale:g}"
         axes.text(1, 1.03, note, transform=axes.transAxes, ha="right", color=tone["pale"], size=8)
-    elif scale == "log":
-        axes.set_yscale("log")
-    if scale != "linear":
         axes.yaxis.set_major_formatter(PLAIN)
         axes.yaxis.set_minor_formatter(NullFormatter())
-    if scale == "log":
+    elif scale == "log":
+        axes.set_yscale("log")
         _log_ticks(axes)
     axes.set_title(title)
     axes.set_ylabel(label)
@@ -227,11 +225,15 @@ def _layers(axes: Axes, last: int, most: int) -> None:
 
 
 def _log_ticks(axes: Axes) -> None:
-    """More ticks than the powers of ten on a logarithmic axis of less than two decades."""
+    """A logarithmic axis' numbers, and more than the powers of ten below two decades."""
     low, high = axes.get_ylim()
     if high < 100 * low:
-        subs = (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
+        subs = (1.0, 2.0, 5.0) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
         axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    else:
+        axes.yaxis.set_major_locator(LogLocator())
+    axes.yaxis.set_major_formatter(PLAIN)
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def flush_left(axes: Axes) -> None:
@@ -472,3 +474,32 @@ def _headline(figure: Figure, title: str, handles: Sequence[Line2D]) -> None:
         handletextpad=0.5,
         columnspacing=1.6,
     )
+
+
+def share_limits(figures: Sequence[Figure]) -> None:
+    """Gives the axes of several figures, by their places, limits that hold what all show.
+
+    Where one has a logarithmic scale and another a linear one, all get the logarithmic one, or the
+    linear one where something is not positive. Axes with pictures, and figures of different numbers
+    of axes, are left as they are.
+    """
+    if len({len(figure.axes) for figure in figures}) > 1:
+        return
+    for alike in zip(*(figure.axes for figure in figures)):
+        if any(axes.images for axes in alike):
+            continue
+        for side in ("x", "y"):
+            limits = [getattr(axes, f"get_{side}lim")() for axes in alike]
+            low, high = min(low for low, _ in limits), max(high for _, high in limits)
+            scales = {getattr(axes, f"get_{side}scale")(): axes for axes in alike}
+            if side == "y" and set(scales) == {"linear", "log"}:
+                scale = "log" if low > 0 else "linear"
+                for axes in alike:
+                    axes.set_yscale(scale)
+                    axes.set_ylabel(scales[scale].get_ylabel())
+            elif len(scales) > 1:
+                continue
+            for axes in alike:
+                getattr(axes, f"set_{side}lim")(low, high)
+                if side == "y" and axes.get_yscale() == "log":
+                    _log_ticks(axes)

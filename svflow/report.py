@@ -63,6 +63,11 @@ numbers:
                     attention, residual and L2 normalisation; chance; and for gamma other, the mean
                     over the other layers' eigenvectors, and signed; for rho p_value. null for what
                     is infinite or does not exist
+
+Two models side by side are one document of theirs:
+
+    format          "svflow comparison 1"
+    portraits       two documents as above
 """
 
 from __future__ import annotations
@@ -84,6 +89,7 @@ from svflow.panels.measure import rows_of
 from svflow.portrait import Portrait, loss_absent
 
 FORMAT = "svflow portrait 3"
+COMPARISON = "svflow comparison 1"
 
 LIBRARIES = ("svflow", "jax", "flax", "diffrax", "numpy", "matplotlib")
 
@@ -141,6 +147,11 @@ def document(
             for key, panel in PANELS.items()
         },
     )
+
+
+def comparison(docs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The document of several portraits side by side."""
+    return dict(format=COMPARISON, portraits=list(docs))
 
 
 def _version(library: str) -> str | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import browser
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -293,7 +294,10 @@ def test_the_default_model_in_its_own_process(tmp_path):
         timeout=300,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    doc, _ = check_outputs(tmp_path / "portrait", ended.stdout)
+    doc, page = check_outputs(tmp_path / "portrait", ended.stdout)
+    if browser.BROWSER is not None:
+        for width in browser.WIDTHS:
+            browser.check(page, width, page.count("<img "), tmp_path)
     assert doc["text"] == PASSAGE
     assert doc["model"]["dtype"] == "float32"
     assert doc["spectra"]["resolution"] == 2.0**23
@@ -418,7 +422,7 @@ def test_one_layer_has_no_cosine():
     )  # fmt: skip
     doc = report.document(found, model, [7, 7, 7], name="m", text=None, pieces=["7"] * 3)
     assert list(doc["measures"]) == [key for key in depth.MEASURES if key != "cosine"]
-    page = webpage.page(doc, webpage.pictures(doc, "light"), webpage.pictures(doc, "dark"))
+    page = webpage.page([doc], webpage.pictures([doc], "light"), webpage.pictures([doc], "dark"))
     assert 'id="cosine"' not in page
     assert all(line.count("1.000") == 10 for line in report.table(doc).splitlines()[4:5])
 
@@ -543,8 +547,8 @@ def test_spectra_that_do_not_exist_are_null(seed):
     assert "it is no derivative of the whole model" not in said
     doc["model"]["causal"] = False
     assert "it is no derivative of the whole model" in " ".join(report.table(doc).split())
-    pictures = webpage.pictures(doc, "light"), webpage.pictures(doc, "dark")
-    page = webpage.page(doc, *pictures)
+    pictures = webpage.pictures([doc], "light"), webpage.pictures([doc], "dark")
+    page = webpage.page([doc], *pictures)
     assert "token 1, “&lt;s&gt;”" in page
     assert "Infinity" not in page
 
@@ -600,8 +604,8 @@ def test_values_that_do_not_exist_are_dots_and_gaps():
         ["1", "2.000", "·", "2.000", "2.000"],
         ["2", "3.000", "·", "3.000", "3.000"],
     ]  # fmt: skip
-    pictures = webpage.pictures(doc, "light"), webpage.pictures(doc, "dark")
-    page = webpage.page(doc, *pictures)
+    pictures = webpage.pictures([doc], "light"), webpage.pictures([doc], "dark")
+    page = webpage.page([doc], *pictures)
     assert "<m>" not in page
     assert "&lt;m&gt;" in page
     assert "<span>&lt;s&gt;</span>" in page
