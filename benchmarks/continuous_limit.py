@@ -1,20 +1,22 @@
 """How trained models move to their continuous limit, by family.
 
     python benchmarks/continuous_limit.py [MODELS ...] --golden tests/data/golden
-        [--tokens 24] [--tolerance 1e-5] [--no-gradients] [--out FILE.md]
+        [--tokens 16] [--tolerance 1e-5] [--out FILE.md]
 
 The embedded model (trained and untrained) comes first, then every MODEL (a folder, hub id or .gguf
-file), then the tiny random checkpoint of every family in --golden. Weights over depth are constant
-within a layer, and linear between layers. Text: `svflow.data.PASSAGE`; the references' own ids for
-folders with a reference.npz.
+file), then, in a table by family, the tiny random checkpoint of every family in --golden. Weights
+over depth are constant within a layer, and linear between layers. Text: `svflow.data.PASSAGE`; the
+references' own ids for folders with a reference.npz.
 
 Columns: the distance |x - y| / |y| of the last state from the limit y at the steps 1 (the model's
 own layers), 1/2, 1/4 and 1/8; the order between the last two; layers, and evaluations of the
 velocity by Tsit5 at ten times the tolerance and at the tolerance; how far apart these two are; the
 cross-entropy of the next token in nats, of the model, then of its limit; the error of adjoint
-gradients (backwards in time, nothing stored) against those through the steps, and the cosine of the
-gradient through the model's layers with that of the limit. The gradient is that of the last state's
-inner product with a fixed random direction.
+gradients (backwards in time, nothing stored) against those through the steps; how far from the
+start the state comes out that was solved backwards with them, |x - x0| / |x0|, or that it did not
+arrive within 1024 steps; and the cosine of the gradient through the model's layers with that of the
+limit. The gradient is that of the last state's inner product with a fixed random direction. By
+family: first with weights constant within a layer, then linear between layers.
 
 Small models are computed in float64, and MODELS in float32.
 """
@@ -36,6 +38,7 @@ from svflow.portrait import loss_absent
 from svflow.score.limit import distance, gradients, limit
 
 DTS = (1, 0.5, 0.25, 0.125)
+STEPS = 1024  # Of an adaptive solve with gradients.
 
 
 def ids_of(source: str, tokens: int) -> np.ndarray:
@@ -53,7 +56,7 @@ def loss(model, x, ids) -> float | None:
     return float(-jnp.mean(scores[jnp.arange(len(ids) - 1), jnp.asarray(ids[1:])]))
 
 
-def study(name: str, model, ids, tolerance: float, with_gradients: bool) -> list[dict[str, Any]]:
+def study(name: str, model, ids, tolerance: float) -> list[dict[str, Any]]:
     x0 = model.embed(ids)
     end = sv.simulate(model.flow, x0, ts=[float(model.flow.depth)]).xs[-1]
     rows, limits = [], {}
@@ -68,6 +71,8 @@ def study(name: str, model, ids, tolerance: float, with_gradients: bool) -> list
         row: dict[str, Any] = dict(
             model=name,
             family=model.config.family,
+            norms=model.config.placement,
+            dtype=str(x0.dtype),
             weights=kind,
             layers=model.flow.depth,
             gap=found.gap[:, -1].tolist(),
@@ -78,13 +83,11 @@ def study(name: str, model, ids, tolerance: float, with_gradients: bool) -> list
             loss=loss(model, np.asarray(end), ids),
             limit_loss=loss(model, found.xs[-1], ids),
         )
-        if with_gradients:
-            cotangent = jax.random.normal(jax.random.key(0), x0.shape, x0.dtype)
-            try:
-                g = gradients(flow, x0, cotangent, tolerance=tolerance)
-                row |= dict(adjoint_error=g.error, cosine=g.cosine)
-            except (ValueError, RuntimeError) as error:
-                print(f"{name}, {kind}: gradients: {error}", flush=True)
+        cotangent = jax.random.normal(jax.random.key(0), x0.shape, x0.dtype)
+        g = gradients(flow, x0, cotangent, tolerance=tolerance, max_steps=STEPS)
+        arrived = bool(np.isfinite(g.drift))
+        row |= dict(adjoint_error=g.error if arrived else None, cosine=g.cosine)
+        row |= dict(start_missed_by=g.drift if arrived else None)
         rows.append(row)
         print(line(row), flush=True)
     if len(limits) == 2:
@@ -98,36 +101,54 @@ def number(value) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def line(row) -> str:
-    cells = [
-        row["model"],
-        row["weights"],
+def joined(cells) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def cells_of(row) -> list[str]:
+    missed = row["start_missed_by"]
+    return [
         *(number(g) for g in row["gap"]),
         f"{row['order']:.2f}",
         f"{row['layers']} / {row['evaluations'][0]} / {row['evaluations'][1]}",
         number(row["reference_gap"]),
         " → ".join(number(row[key]) for key in ("loss", "limit_loss") if row[key] is not None),
-        number(row.get("adjoint_error")),
-        number(row.get("cosine")),
+        number(row["adjoint_error"]),
+        "did not arrive" if missed is None else number(missed),
+        number(row["cosine"]),
     ]
-    return "| " + " | ".join(cells) + " |"
+
+
+def line(row) -> str:
+    return joined([row["model"], row["weights"], *cells_of(row)])
+
+
+def by_family(rows) -> list[str]:
+    """One line per family, weights constant, then linear."""
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == name]
+        first = mine[0]
+        pairs = zip(*(cells_of(row) for row in mine))
+        # Where layers share their weights both are the same.
+        cells = [" ; ".join(dict.fromkeys(pair)) for pair in pairs]
+        lines.append(joined([first["family"], first["norms"], *cells]))
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--golden", type=Path)
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--tolerance", type=float, default=1e-5)
-    parser.add_argument("--no-gradients", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     rows: list[dict[str, Any]] = []
 
-    def add(name, model, ids, with_gradients=True):
-        with_gradients = with_gradients and not given.no_gradients
-        rows.extend(study(name, model, ids, given.tolerance, with_gradients))
+    def add(name, model, ids):
+        rows.extend(study(name, model, ids, given.tolerance))
 
     embedded = str(sv.data.default_model_path())
     ids = ids_of(embedded, given.tokens)
@@ -136,17 +157,20 @@ def main() -> None:
     rngs = nnx.Rngs(sv.data.training_record()["init_seed"])
     add("embedded, untrained", sv.Transformer(model.config, rngs=rngs, dtype=jnp.float64), ids)
     for source in given.models:
-        model = sv.load(source)
-        small = model.flow.width * model.flow.depth < 4000
-        add(Path(source).stem, model, ids_of(source, given.tokens), small)
+        add(Path(source).stem, sv.load(source), ids_of(source, given.tokens))
+    count = len(rows)
     for folder in sorted(given.golden.iterdir()) if given.golden else []:
         model = sv.load(folder, dtype=jnp.float64)
         add(f"golden {folder.name}", model, ids_of(str(folder), given.tokens))
     if given.out is None:
         return
-    head = ["model", "weights", *(f"dt {dt:g}" for dt in DTS), "order", "layers / evaluations"]
-    head += ["reference off", "loss", "adjoint error", "gradient cosine"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *map(line, rows)]
+    head = [*(f"dt {dt:g}" for dt in DTS), "order", "layers / evaluations", "reference off"]
+    head += ["loss", "adjoint error", "start missed by", "gradient cosine"]
+    rule = "|---" * (len(head) + 2) + "|"
+    lines = [joined(["model", "weights", *head]), rule, *map(line, rows[:count])]
+    if rows[count:]:
+        lines += ["", "By family, tiny random checkpoints:", ""]
+        lines += [joined(["family", "norms", *head]), rule, *by_family(rows[count:])]
     before = given.out.read_text() if given.out.exists() else ""
     body = "\n" + "\n".join(lines) + "\n"
     given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + body)

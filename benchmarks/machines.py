@@ -1,39 +1,24 @@
-"""A sparse machine against its target and against itself as dense matrices; and its programs.
+"""Sparse machines against their targets and against themselves as dense matrices; programs.
 
-    python benchmarks/machines.py [--part run] [--part program] [--tokens 256] [--rounds 7]
-        [--case 2,2,512,256,256] [--out FILE.json]
-
-Equality is checked first; the contestants are interleaved in one run on the same cores, medians
-over rounds. float32, the programs in float64.
-
-- run: machines of 4096 columns (or each --case: layers, heads, width, head width, output width).
-  The machine, its target at its own width, the machine's gathers alone (those of every layer, the
-  spreading of what it wrote and the displacement of the state), its products [A^1 ... A^H] S alone,
-  and the same machine as dense matrices. A target of H heads mixes H d columns a layer and projects
-  them; the machine projects nothing and mixes as many columns as are live, of which a deep one has
-  far more than its target.
-- program: 20 000 columns, in a process of its own: seconds and peak memory, against the matrix
-  products alone.
+- machines/run: the machine against its target at its own width plus the machine's gathers alone
+  (those of every layer, the spreading of what it wrote and the displacement of the state), and
+  against the same machine as dense matrices. A target of H heads mixes H d columns a layer and
+  projects them; the machine projects nothing and mixes as many columns as are live, of which a
+  deep one has far more than its target.
+- machines/program: a wide program against the matrix products alone, float64, and its memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import race, seconds
 
 import universal as ut
+from benchmarks.rows import Case, Peer, row
 from universal import maps
-
-CASES = ("1,8,512,64,384", "2,2,512,256,256", "6,2,32,16,1")
-PROGRAM = (3, 4, 400, 100, 50)  # 20 000 columns
 
 
 def target_of(layers, heads, width, head_width, out_width, dtype=np.float32, seed=0):
@@ -67,139 +52,83 @@ class Plan:
         self.machine = machine
 
 
-@jax.jit
-def products(weights, stacks):
-    return [w @ s for w, s in zip(weights, stacks)]
+def error(ours, theirs) -> float:
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def run_case(sizes, tokens: int, rounds: int) -> dict:
-    layers, heads, width, _, _ = sizes
+def simulation(sizes, tokens) -> Case:
+    layers, _, width, _, _ = sizes
     target, machine = target_of(*sizes), ut.sparse(*sizes)
-    E = ut.program(machine, target)
     random = np.random.default_rng(1)
     x = jnp.asarray(random.normal(size=(tokens, width)), jnp.float32)
-    z, dense = x @ E, machine.dense(jnp.float32)
-    compile_s = seconds(lambda: run(machine, z))
-    wanted = np.asarray(run(target, x), np.float64)
-    size = np.abs(wanted).max()
-    errors = {
-        name: float(np.abs(np.asarray(run(one, z)) - wanted).max() / size)
-        for name, one in (("sparse", machine), ("dense", dense))
-    }
-    if max(errors.values()) > 1e-4:
-        raise SystemExit(f"the machine differs from its target: {errors}")
-    live = [len(layer.to) for layer in maps.live_columns(machine.value, layers, False)]
-    blocks = [jnp.asarray(random.normal(size=(tokens, n)), jnp.float32) for n in live]
-    stacks = [jnp.asarray(random.normal(size=(heads * tokens, n)), jnp.float32) for n in live]
-    weights = [
-        jnp.asarray(random.uniform(size=(tokens, heads * tokens)), jnp.float32) for _ in live
-    ]
-    plan = Plan(machine)
-    medians = race(
-        dict(
-            sparse=lambda: run(machine, z),
-            target=lambda: run(target, x),
-            gathers=lambda: gathers(plan, z, blocks),
-            products=lambda: products(weights, stacks),
-            dense=lambda: run(dense, z),
-        ),
-        rounds,
-    )
-    return dict(
-        sizes=sizes,
-        tokens=tokens,
-        columns=machine.width,
-        columns_mixed=sum(heads * n for n in live),
-        columns_mixed_by_target=layers * heads * width,
-        sparse_error=errors["sparse"],
-        dense_error=errors["dense"],
-        compile_and_first_s=compile_s,
-        **{f"{name}_s": t for name, t in medians.items()},
-        sparse_over_target_and_gathers=medians["sparse"] / (medians["target"] + medians["gathers"]),
-        dense_over_sparse=medians["dense"] / medians["sparse"],
+    z = x @ ut.program(machine, target)
+
+    def both():
+        live = [len(layer.to) for layer in maps.live_columns(machine.value, layers, False)]
+        blocks = [jnp.asarray(random.normal(size=(tokens, n)), jnp.float32) for n in live]
+        plan = Plan(machine)
+        return lambda: (run(target, x), gathers(plan, z, blocks))
+
+    def dense():
+        matrices = machine.dense(jnp.float32)
+        return lambda: run(matrices, z)
+
+    return Case(
+        ours=lambda: run(machine, z),
+        peers={
+            "its target, and the gathers": Peer(both, 1.5, lambda a, b: error(a, b[0])),
+            "itself as dense matrices": Peer(dense, 1 / 20, error),
+        },
     )
 
 
-def memory(field: str) -> int:
-    # Not getrusage: its maximum is inherited from the parent across exec.
-    with open("/proc/self/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields[field].split()[0]) * 1024
-
-
-def program(rounds: int) -> dict:
-    layers, heads, width, head_width, out_width = PROGRAM
-    target, machine = target_of(*PROGRAM), ut.sparse(*PROGRAM)
-    jax.block_until_ready(jnp.zeros(8) + 1)
-    before = memory("VmRSS")
-    E = np.asarray(ut.program(machine, target), np.float64)
-    peak = memory("VmHWM") - before
-    # One path's columns, multiplied out.
+def program(sizes, path) -> Case:
+    layers, heads, width, head_width, out_width = sizes
+    target, machine = target_of(*sizes), ut.sparse(*sizes)
     values = np.asarray(target.value[...], np.float64)
-    path = (1, 2, 3)
-    columns = next(
-        r.columns
-        for r in ut.registers(machine)
-        if r.slot.kind == "output" and tuple(head for _, head in r.slot.path) == path
-    )
-    V = functools.reduce(np.matmul, [values[layer, head] for layer, head in enumerate(path)])
-    wanted = V @ np.asarray(target.unembedding[...], np.float64)
-    error = float(np.abs(E[:, columns] - wanted).max() / np.abs(wanted).max())
-    if error > 1e-6:
-        raise SystemExit(f"the program is wrong: {error:.1e}")
-    counts, count = [], out_width
-    for _ in range(layers):
-        counts.append(count)
-        count = heads * (count + 2 * head_width)
-    random = np.random.default_rng(2)
-    found = [random.normal(size=(width, n)) for n in counts]
-    medians = race(
-        dict(
-            program=lambda: ut.program(machine, target),
-            products=lambda: [V @ C for C in found for V in values[0]],
-        ),
-        rounds,
-    )
-    flops = 2 * width**2 * heads * sum(counts)
-    return dict(
-        columns=machine.width,
-        width=width,
-        error=error,
-        peak_gb=peak / 1e9,
-        **{f"{name}_s": t for name, t in medians.items()},
-        products_gflops=flops / medians["products"] / 1e9,
-        program_over_products=medians["program"] / medians["products"],
+
+    def check(E):
+        """One path's columns, multiplied out."""
+        columns = next(
+            r.columns
+            for r in ut.registers(machine)
+            if r.slot.kind == "output" and tuple(head for _, head in r.slot.path) == path
+        )
+        V = functools.reduce(np.matmul, [values[layer, head] for layer, head in enumerate(path)])
+        return error(np.asarray(E)[:, columns], V @ np.asarray(target.unembedding[...], np.float64))
+
+    def products():
+        counts, count = [], out_width
+        for _ in range(layers):
+            counts.append(count)
+            count = heads * (count + 2 * head_width)
+        random = np.random.default_rng(2)
+        found = [random.normal(size=(width, n)) for n in counts]
+        return lambda: [V @ C for C in found for V in values[0]]
+
+    return Case(
+        ours=lambda: ut.program(machine, target),
+        peers={"its matrix products": Peer(products, None, None)},
+        check=check,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", action="append", choices=["run", "program"])
-    parser.add_argument("--case", action="append")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(program(options.rounds)))
-        return
-    rows = {}
-    for part in options.part or ["run", "program"]:
-        if part == "run":
-            for case in options.case or CASES:
-                sizes = tuple(map(int, case.split(",")))
-                rows[f"run {case}"] = run_case(sizes, options.tokens, options.rounds)
-        else:
-            command = [sys.executable, __file__, "--child", "--rounds", str(options.rounds)]
-            child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            rows["program"] = json.loads(child.stdout.splitlines()[-1])
-    for name, row in rows.items():
-        print(name, "  ".join(f"{k} {v:.4g}" for k, v in row.items() if k != "sizes"), flush=True)
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(dict(jax=jax.__version__, numpy=np.__version__, **rows), file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+for sizes in ((1, 8, 512, 64, 384), (2, 2, 512, 256, 256)):
+    row(
+        f"machines/run-{sizes[0]}",
+        f"sparse machine of 4096 columns, {sizes[0]} layers, {sizes[1]} heads, 256 tokens",
+        simulation,
+        full=dict(sizes=sizes, tokens=256),
+        quick=dict(sizes=(sizes[0], 2, 6, 3, 4), tokens=7),
+        tolerance=1e-4,
+    )
+row(
+    "machines/program",
+    "program of 20 000 columns",
+    program,
+    full=dict(sizes=(3, 4, 400, 100, 50), path=(1, 2, 3)),
+    quick=dict(sizes=(3, 2, 6, 3, 4), path=(1, 0, 1)),
+    tolerance=1e-6,
+    most_peak=2e9,
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,14 +21,27 @@ def seconds(f) -> float:
     return time.perf_counter() - start
 
 
-def turns(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call of each, in turns whose order turns from round to round."""
+SLOW = 2.0  # Seconds: a call that takes longer needs no other before it to warm up.
+
+
+def turns(
+    contestants: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    known: Mapping[str, float] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of every call of each, in turns whose order turns from round to round.
+
+    Each timed call comes after an untimed one of its own, but for slow ones: those that took long
+    in an earlier round, or by the seconds that are `known`.
+    """
+    known = known or {}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(rounds):
         for place in range(len(contestants)):
             name = list(contestants)[(round_ + place) % len(contestants)]
             time.sleep(PAUSE)
-            if times[name] == [] or np.median(times[name]) < 2:
+            expected = float(np.median(times[name])) if times[name] else known.get(name, 0.0)
+            if expected < SLOW:
                 seconds(contestants[name])  # its own caches and threads, not its neighbour's
             times[name].append(seconds(contestants[name]))
     return times
@@ -48,10 +60,10 @@ class Compiling:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         return self
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith(COMPILING):
             end = time.perf_counter()
-            self._spans.append((end - duration, end))
+            self._spans.append((end - duration_secs, end))
 
     def __exit__(self, *exception: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
@@ -66,34 +78,48 @@ class Compiling:
 
 
 class Peak(NamedTuple):
-    """What a call returned, and how far memory rose above what was held before it."""
+    """What a call returned, its seconds, and how far memory rose above what was held before it."""
 
     result: Any
+    seconds: float
     bytes: int | None
 
 
 def peak(f: Callable[[], Any]) -> Peak:
-    """Calls f; its peak of resident memory on Linux, of the device on an accelerator.
+    """Calls f, twice unless it is slow; the peak of resident memory, or of the accelerator's.
 
-    The kernel's high-water mark is set back before the call, and free memory given back to it. An
-    accelerator's cannot be set back: there it is the peak since the start of the process. None
-    where neither is known.
+    The first of two calls compiles, and its memory does not count. On Linux the kernel's high-water
+    mark is set back before the call, and free memory given back to it. An accelerator's cannot be
+    set back: there it is the peak since the start of the process. None where neither is known.
     """
-    gc.collect()
-    if jax.default_backend() != "cpu":
-        result = jax.block_until_ready(f())
-        return Peak(result, (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
+    found = _peak(f)
+    return _peak(f) if found.seconds < SLOW else found
+
+
+def _peak(f: Callable[[], Any]) -> Peak:
+    device = jax.default_backend() != "cpu"
+    before = None if device else _settled()
+    start = time.perf_counter()
+    result = jax.block_until_ready(f())
+    taken = time.perf_counter() - start
+    if device:
+        top = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    else:
+        top = None if before is None else max(0, _status("VmHWM") - before)
+    return Peak(result, taken, top)
+
+
+def _settled() -> int | None:
+    """Sets the high-water mark back to what is held, and returns that; None where one cannot."""
     if sys.platform != "linux":
-        return Peak(jax.block_until_ready(f()), None)
+        return None
     ctypes.CDLL(None).malloc_trim(0)
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
     except OSError:
-        return Peak(jax.block_until_ready(f()), None)
-    before = _status("VmRSS")
-    result = jax.block_until_ready(f())
-    return Peak(result, max(0, _status("VmHWM") - before))
+        return None
+    return _status("VmRSS")
 
 
 def _status(field: str) -> int:

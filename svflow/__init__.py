@@ -7,24 +7,28 @@ A model is `embed`, a flow over depth, and `unembed`; a layer is one step of the
     path = sv.simulate(model.flow, model.embed(ids))   # path.xs[l]: the state after layer l
     logits = model.unembed(path.xs[-1])
 
-Models: `load`, `save`, `load_tokenizer`, `Transformer`, `TransformerConfig`, `TransformerFlow`.
+Models: `load`, `save`, `load_tokenizer` and its `Tokenizer`, `Transformer`, `TransformerConfig`,
+`TransformerFlow`; the small one that comes with the package, `data`. More than one device: `shard`,
+and the rest of `sharding`. More than fits a device: `stream` and its `StreamedTransformer`; what a
+study takes, `python -m svflow.plan`.
 Flows: `Flow` to define one's own, `Context` for positions and padding, `simulate` and its
 `Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
-Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures`, `causal_spectrum`,
-`partial_spectrum`, `cumulative` products over depth, `schur_normal`, `controls`, and the rest of
-`spectra`. Layers as a power method, and steering: `power`. Layers as posterior-weighted scores:
+Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures` (`Measures`),
+`causal_spectrum`, `partial_spectrum` (`PartialSpectrum`), `cumulative` products over depth
+(`Cumulative`), `schur_normal`, `controls`, and the rest of `spectra`. Layers as a power method, and steering: `power`. Layers as posterior-weighted scores:
 `score`. The residual stream's coordinates as a graph: `topology`.
 Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
 Shapes are single-example; batches are `jax.vmap`.
 """
 
-from svflow import data, geometry, power, score, spectra, topology
+from svflow import data, geometry, power, score, sharding, spectra, topology
 from svflow.flow import Context, Flow
 from svflow.models.config import TransformerConfig
 from svflow.models.loading import load, save
 from svflow.models.tokenizer import Tokenizer, load_tokenizer
 from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.portrait import Portrait, portrait
+from svflow.sharding import shard
 from svflow.simulate import ScanAdjoint, Trajectory, simulate
 from svflow.solvers import LieTrotter, Strang
 from svflow.spectra import (
@@ -41,6 +45,7 @@ from svflow.spectra import (
     partial_spectrum,
     schur_normal,
 )
+from svflow.streaming import StreamedTransformer, stream
 
 __all__ = [
     "Context",
@@ -52,6 +57,7 @@ __all__ = [
     "Portrait",
     "ScanAdjoint",
     "Strang",
+    "StreamedTransformer",
     "Tokenizer",
     "Trajectory",
     "Transformer",
@@ -74,7 +80,10 @@ __all__ = [
     "save",
     "schur_normal",
     "score",
+    "shard",
+    "sharding",
     "simulate",
     "spectra",
+    "stream",
     "topology",
 ]

@@ -99,6 +99,13 @@ def polar(
             dropped; d stays the full width, as in LayerNorm's own norm.
 
     The identity is a re-parametrisation: it holds for every residual block, trained or not.
+
+    Examples:
+        >>> h, v = jnp.asarray([3.0, 4.0]), jnp.asarray([1.0, 2.0])
+        >>> step = polar(h, v)
+        >>> u = step.dt * tangent(sphere(h), v)  # a step of dt along P_x v, and back to the sphere
+        >>> print(retract(sphere(h), u).round(4), sphere(h + v).round(4))
+        [0.7845 1.1767] [0.7845 1.1767]
     """
     if centered:
         h, v = center(h), center(v)

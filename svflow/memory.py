@@ -19,7 +19,7 @@ def check_memory(what: str, size: int, like: jax.Array | None) -> None:
     room = _room(like)
     if room is not None and size > room:
         raise MemoryError(
-            f"{what} would take {_readable(size)} with what computes them, of {_readable(room)}"
+            f"{what} would take {readable(size)} with what computes them, of {readable(room)}"
         )
 
 
@@ -47,7 +47,7 @@ def _host() -> int | None:
     return min(rooms, default=None)
 
 
-def _readable(size: float) -> str:
+def readable(size: float) -> str:
     if size >= 10**24:  # integers have no largest
         return f"10^{math.log10(size):.0f} bytes"
     for unit in ("bytes", "kB", "MB", "GB"):

@@ -223,6 +223,21 @@ def simulate(
             the span, a span outside the flow's depth, times outside the span or out of order, an
             adaptive controller with a solver that has no error estimate, or what the flow's
             `check_start` refuses, such as a state off the sphere it lives on.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import svflow as sv
+        >>> class Decay(sv.Flow):
+        ...     depth, width = 4, 1
+        ...
+        ...     def velocity(self, t, x, context=None):
+        ...         return -x / 2
+        >>> x0 = jnp.ones((1, 1))
+        >>> sv.simulate(Decay(), x0).xs[:, 0, 0].tolist()  # a layer is an Euler step
+        [1.0, 0.5, 0.25, 0.125, 0.0625]
+        >>> fine = sv.simulate(Decay(), x0, solver=diffrax.Tsit5(), dt=1 / 4).xs[-1, 0, 0]
+        >>> bool(abs(fine - jnp.exp(-2)) < 1e-4)  # and smaller steps go to exp(-depth / 2)
+        True
     """
     check_flow(flow, "simulate takes")
     if solver is not None and not isinstance(solver, diffrax.AbstractSolver):

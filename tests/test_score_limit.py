@@ -50,10 +50,27 @@ def test_adjoint_gradients_are_those_through_the_steps_and_exact():
         euler = (np.eye(6) + np.asarray(FLOW.matrix(layer))) @ euler
     np.testing.assert_allclose(found.layers, cotangent @ euler, rtol=1e-12, atol=1e-13)
     assert found.drift < 1e-7
-    short = gradients(FLOW, X, cotangent, tolerance=1e-9, max_steps=found_steps)
     direct = found.direct / np.linalg.norm(found.direct)
     size = np.linalg.norm(found.layers)
     np.testing.assert_allclose(found.cosine, np.sum(direct * found.layers) / size, rtol=1e-12)
+
+
+class Well(sv.Flow):
+    """dx/dt = -40 x - x^3: every state falls to 0, and backwards what is off it blows up."""
+
+    depth, width = 1, 6
+
+    def velocity(self, t, x, context=None):
+        return -40 * x - x**3
+
+
+def test_a_backward_solve_that_does_not_arrive_says_so():
+    found = gradients(Well(), X, jnp.ones_like(X), tolerance=1e-4, max_steps=200)
+    assert np.isfinite(found.direct).all()
+    assert np.isnan(found.backsolve).all()
+    assert np.isnan([found.error, found.drift]).all()
+    # Its layer, a step of 1, is far from it.
+    np.testing.assert_allclose(found.layers, 1 - 40 - 3 * np.square(X), rtol=1e-12)
 
 
 def test_what_is_refused():
@@ -61,9 +78,18 @@ def test_what_is_refused():
         limit(tiny_model("gpt2"), X)
     with pytest.raises(ValueError, match=r"one over an integer, got 0\.4"):
         limit(FLOW, X, dts=(0.4,))
+    with pytest.raises(ValueError, match="no steps are given"):
+        limit(FLOW, X, dts=())
+    for function in (limit, lambda flow, x: gradients(flow, x, x)):
+        with pytest.raises(ValueError, match="x0 must be floating point, got int64"):
+            function(FLOW, jnp.ones((5, 6), int))
     with pytest.raises(ValueError, match="tolerance must be positive, got 0"):
         limit(FLOW, X, tolerance=0)
     with pytest.raises(ValueError, match="did not reach the end in 3 steps"):
         limit(VelocityFlow(normal(5, 6, 6), 4), X, max_steps=3)
-    with pytest.raises(ValueError, match=r"a cotangent of shape \(5,\), not \(5, 6\)"):
+    with pytest.raises(ValueError, match=r"a cotangent is float64 of shape \(5, 6\), got float32"):
+        gradients(FLOW, X, jnp.ones((5, 6), jnp.float32))
+    with pytest.raises(ValueError, match=r"shape \(5, 6\), got float64 \(5,\)"):
         gradients(FLOW, X, jnp.ones(5))
+    with pytest.raises(ValueError, match="tolerance must be positive, got -1"):
+        gradients(FLOW, X, X, tolerance=-1)

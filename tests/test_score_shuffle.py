@@ -51,6 +51,17 @@ def _places(prefix, count, seed):
     return np.argsort(raw[:prefix], kind="stable")[:count]
 
 
+def test_a_permutation_needs_a_prefix_and_a_fraction():
+    for ids, suffix in ((np.arange(5), 6), (np.arange(5), -1), (PROMPTS, 2)):
+        with pytest.raises(ValueError, match=f"a suffix of {suffix} tokens, and ids of shape"):
+            shuffled(ids, suffix=suffix, fraction=1, seed=0)
+    for fraction in (-0.5, 2, np.nan):
+        with pytest.raises(ValueError, match="a fraction must be from 0 to 1"):
+            shuffled(np.arange(5), suffix=2, fraction=fraction, seed=0)
+    with pytest.raises(ValueError, match=r"suffix must be an int, got 2\.0"):
+        shuffled(np.arange(5), suffix=2.0, fraction=1, seed=0)
+
+
 def test_a_seed_gives_this_permutation_everywhere():
     """Computed on the host from a stream that NumPy keeps: written down once."""
     found = shuffled(np.arange(12), suffix=3, fraction=1, seed=(0, 1, 2))
@@ -188,6 +199,54 @@ def test_without_a_next_token_there_is_no_loss(monkeypatch):
     assert table(found)
 
 
+@pytest.fixture(scope="module")
+def narrow():
+    """A model with norms of queries in float32, and the same in float64."""
+    model, _ = twins(tiny_config("llama"), seed=3)
+    run = fast(functools.partial(module._suffix.__wrapped__, suffix=4, with_loss=True,
+                                 interpolated=False))  # fmt: skip
+    return model, run
+
+
+def test_what_rounding_does_is_no_change(narrow, monkeypatch):
+    model, run = narrow
+    monkeypatch.setattr(module, "_suffix", lambda model, ids, **_: run(model, ids))
+    found = prefix_shuffle(model, PROMPTS[:2], suffix=4, fractions=(1,), seeds=1, control=False)
+    # Its kernels have one concentration: the KL is zero, and a change of it is no number.
+    assert max(np.abs(v).max() for v in (found.metric["consistency"],)) < 1e-5
+    assert np.isnan(found.change["consistency"]).all()
+    assert np.isfinite(found.change["entropy"]).all()
+    row = next(row for row in table(found).splitlines() if row.startswith("consistency"))
+    assert set(row.removeprefix("consistency")) == {" ", "|", "-"}
+    shuffle_picture(Figure(), found, theme="light", title="a study")
+
+
+def test_rounding_is_about_what_float32_is_off(narrow):
+    model, run = narrow
+    names = module._columns(model)
+    wide = jax.tree.map(lambda leaf: leaf.astype("float64"), model)
+    for prompt in PROMPTS[:3]:
+        values, exact = (np.asarray(run(m, prompt)[0][0], np.float64) for m in (model, wide))
+        floor = module.rounding(names, exact, float(np.finfo(np.float32).eps))
+        for column, name in enumerate(names):
+            error = np.abs(values[column] - exact[column])
+            if not name.startswith("dt"):  # it has a pole
+                assert (error <= 2 * floor[column]).all(), name
+        assert np.abs(values - exact).max() > 0
+
+
+def test_rounding_by_metric():
+    names = ["free_energy", "entropy", "cosine", "radial of attention", "angle"]
+    values = np.array([[-3.0], [0.5], [-0.1], [0.2], [0.5]])
+    expected = 4 * 0.125 * np.array([[4], [4], [1], [1], [0.5]])
+    np.testing.assert_array_equal(module.rounding(names, values, 0.125), expected)
+    base = np.array([1.0, 1.0, 1.0])
+    apart = module._apart(np.array([1.4, 1.6, 0.4]), base, 0.5 * base)
+    np.testing.assert_allclose(apart, [0, 0.6, -0.6])
+    change = np.array([[[1.0, np.nan, np.nan], [3.0, 2.0, np.nan]]])
+    np.testing.assert_array_equal(module.medians(change), [2, 2, np.nan])
+
+
 def test_rank_correlations():
     random = np.random.default_rng(0)
     x, y = random.normal(size=(2, 30, 4))
@@ -233,7 +292,12 @@ def test_twins_differ_in_norms_of_queries_alone():
         (PROMPTS, dict(suffix=4.0), r"suffix must be an int, got 4\.0"),
         (PROMPTS, dict(suffix=4, fractions=(0, 1.5)), "numbers from 0 to 1"),
         (PROMPTS, dict(suffix=4, fractions=()), "numbers from 0 to 1"),
-        (PROMPTS, dict(suffix=4, seeds=0), "seeds must be at least 1, got 0"),
+        (PROMPTS, dict(suffix=4, fractions="ab"), "numbers from 0 to 1"),
+        (PROMPTS, dict(suffix=4, fractions=(0.5, np.nan)), "numbers from 0 to 1"),
+        (PROMPTS, dict(suffix=4, seeds=0), "seeds must be at least 1 and the seed 0, got 0 and 0"),
+        (PROMPTS, dict(suffix=4, seed=-1), "got 5 and -1"),
+        (PROMPTS, dict(suffix=4, seeds=2.5), r"seeds must be an int, got 2\.5"),
+        (PROMPTS, dict(suffix=4, seed=True), "seed must be an int, got True"),
         ([[1, 2, 3, 4, 5], [1, 2, 3, 4]], dict(suffix=2), "the same number of tokens"),
         ([[1, 2, 3, 4], [1, 2, 3, 23]], dict(suffix=2), "prompt 1: id 23 is outside"),
     ],

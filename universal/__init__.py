@@ -8,18 +8,26 @@ computes what a target does:
     E = ut.program(machine, target)
     ut.run(machine, x @ E)                                             # is ut.run(target, x)
 
-Transformers: `AttentionTransformer`, an `svflow.Flow`; `run` and `attention_matrices`; `Routing`,
-a map that only copies columns. Machines: `sparse`, `random`, and their widths, `machine_width` and
-`square_width`. Programs: `program`; `solve` and its `Solution`, which tell how well conditioned
-they are; `reprogram`, a machine over token ids; `attention_of`, a checkpoint's attention as a
-target. What a program holds: `registers` and their `register_table`, `attention_matching` for
-layers and heads, and `universal.tree_plot`. How wide a machine has to be: `path_functions` and
-their rank, `path_rank`; `phase`, random machines around their least width. What errors do:
-`robustness`; `quantise` and `quantisation`. Each has a table, and a picture in
-`universal.bounds_plot`. Learning programs: the tasks `dyck1` and `k_hop`, `dyck1_task` and
-`k_hop_task`, a `Task` of one's own, and `summary`; a `Recipe` for a machine, `Blocks` for the
-components around its attention; `train` with its `Settings`, `evaluate`, and `python -m universal`
-for the whole table. Shapes are single-example; batches are `jax.vmap`.
+- Transformers: `AttentionTransformer`, an `svflow.Flow`; `run` and `attention_matrices`;
+  `Routing`, a map that only copies columns. Of a checkpoint's attention: `attention_of`.
+- Machines: `sparse`, `random`, and how wide they are, `machine_width` and `square_width`.
+- Programs: `program`; `solve` and its `Solution`, which tell how well conditioned they are. Over
+  token ids: `reprogram` of a `TableMachine`.
+- What a program holds: `registers` (`Register`, by `Slot`) and their `register_table`;
+  `attention_matching` (`Matching`) for layers and heads; `universal.tree_plot`.
+- How wide a machine has to be: `path_functions` and their rank, `path_rank` (`PathRank`,
+  `path_rank_table`); random machines around their least width, `phase` (`Phase`, `phase_table`).
+- What errors do: `robustness` (`Robustness`, `Sensitivity`, `robustness_table`); `quantise` and
+  `quantisation` (`Quantised`, `quantisation_table`). Pictures: `universal.bounds_plot`.
+- Learning programs: the tasks `dyck1` and `k_hop` (`Batch`), `dyck1_task` and `k_hop_task`, a
+  `Task` of one's own, and `summary`; a `Recipe` for a machine, `Blocks` for the components around
+  its attention; `train` with its `Settings` (`Trained`, `Embedding`), `logits`, `evaluate`
+  (`Accuracy`, `wilson`), and `python -m universal` for the whole table. Pictures:
+  `universal.training_plot`.
+
+Shapes are single-example; batches are `jax.vmap`.
+
+Source: Andoni, Hsu and Liu, "Fixed Universal Transformers", arXiv 2605.31423.
 """
 
 from universal.bounds import (

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from svflow.sharding import DATA, auto, place, shard_batch
+from svflow.sharding import DATA, auto, on_mesh, place, shard_batch
 
 
 def spread(
@@ -40,4 +40,4 @@ def spread(
     def put(tree):
         return jax.tree.map(lambda leaf: place(leaf, whole), tree)
 
-    return put, jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return put, on_mesh(mesh)

@@ -59,6 +59,7 @@ class Routing:
 
     @property
     def ndim(self) -> int:
+        """The axes of the matrices that this stands for: those of the sources, and one more."""
         return self.sources.ndim + 1
 
     def dense(self, dtype) -> Float[np.ndarray, "*lead width out"]:

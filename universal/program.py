@@ -67,6 +67,17 @@ def program(
         ValueError: a target that this machine does not serve, with what it would take; entries
             that are not finite in the target's type.
         MemoryError: equations that do not fit.
+
+    Examples:
+        >>> import universal as ut
+        >>> draw = np.random.default_rng(0).normal
+        >>> query, key, value = draw(size=(3, 2, 2, 3, 3)).astype("float32")
+        >>> unembed, x = draw(size=(2, 3, 3)).astype("float32")
+        >>> target = ut.AttentionTransformer(query, key, value, unembed)
+        >>> machine = ut.sparse(2, 2, 3, 3, 3)  # its weights are zeros and ones
+        >>> E = ut.program(machine, target)
+        >>> E.shape, bool(jnp.allclose(ut.run(machine, x @ E), ut.run(target, x), rtol=1e-3))
+        ((3, 48), True)
     """
     found = solve(machine, target)
     if not found.residual <= OFF:

@@ -38,6 +38,10 @@ def machine_width(
 
     Source: Andoni, Hsu and Liu, "Fixed Universal Transformers", arXiv 2605.31423, up to the exact
     numbers, which are derived here.
+
+    Examples:
+        >>> machine_width(2, 2, 3, 4, "untied")  # 2 H k (H^L - 1) / (H - 1) + o H^L
+        52
     """
     check_kind(kind, KINDS)
     layers = positive("layers", layers)

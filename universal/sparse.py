@@ -46,6 +46,11 @@ def sparse(
     Raises:
         ValueError: an unknown kind or wrong numbers, see `machine_width`.
         MemoryError: where the machine and a program for it do not fit.
+
+    Examples:
+        >>> machine = sparse(2, 2, 6, 3, 4)
+        >>> machine.width, machine.depth
+        (52, 2)
     """
     width = positive("width", width)
     size = machine_width(layers, heads, head_width, out_width, kind, width=width)

@@ -207,6 +207,11 @@ def k_hop(
 
     Source: Sanford, Hsu and Telgarsky, "Transformers, parallel computation, and logarithmic
     depth", 2024.
+
+    Examples:
+        >>> batch = k_hop(jax.random.key(0), 2, length=9, hops=(1, 2))
+        >>> batch.ids.shape, sorted({int(i) for i in batch.ids[:, 0]} | {5, 6})  # 4 letters, then k
+        ((2, 10), [5, 6])
     """
     batch, length = positive("batch", batch), positive("length", length)
     if positive("alphabet", alphabet) < 2:

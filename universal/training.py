@@ -102,6 +102,7 @@ class Settings:
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
+        """AdamW after a clip of the gradient's norm, with a warm-up and a cosine to zero."""
         rate: Any = self.learning_rate
         rate = optax.warmup_cosine_decay_schedule(0.0 if self.warmup else rate, rate, self.warmup,
                                                   self.steps)  # fmt: skip
@@ -125,6 +126,7 @@ class Accuracy(NamedTuple):
 
     @property
     def value(self) -> float:
+        """right / asked."""
         return self.right / self.asked
 
     @property
@@ -358,6 +360,14 @@ def train(
             another run writes, or was made with other settings or of other shapes; a task that
             asks for nothing, or whose ids or labels its sizes do not cover; an empty mask.
         FloatingPointError: a loss that is not finite, with its step and seed.
+
+    Examples:
+        >>> import universal as ut
+        >>> recipe = ut.Recipe(kind="sparse", layers=1, heads=1, head_width=2, out_width=2)
+        >>> short = Settings(steps=2, batch=4, warmup=0, every=2, validation=8, test=8)
+        >>> found = train(recipe, ut.dyck1_task(pairs=2), short)
+        >>> found.losses.shape, found.test[0].asked
+        ((2, 1), 8)
     """
     settings = Settings() if settings is None else settings
     seeds = _check(machine, task, settings, seeds)

@@ -73,6 +73,12 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32, mesh: Mesh | None = No
             handled, or a tensor that is missing, unused, of the wrong shape, unreadable or beyond
             the range of `dtype`; a mesh with other axes than `data` and `model`.
         MemoryError: weights that do not fit; `svflow.stream` reads them a layer at a time.
+
+    Examples:
+        >>> import svflow as sv
+        >>> model = sv.load(sv.data.default_model_path())
+        >>> model.config.family, model.flow.depth, model.flow.width
+        ('gpt2', 8, 128)
     """
     found = opened(source, dtype)
     checkpoint, config, dtype, shapes, treedef, plan = found
@@ -161,9 +167,7 @@ def _load_sliced(found: Opened, layout: Transformer) -> Transformer:
 
         return jax.make_array_from_callback(shape, sharding, shard, dtype=found.dtype)
 
-    leaves = [
-        one(path, sharding) for path, sharding in zip(found.shapes, jax.tree.leaves(layout))
-    ]
+    leaves = [one(path, sharding) for path, sharding in zip(found.shapes, jax.tree.leaves(layout))]
     return jax.tree.unflatten(found.treedef, leaves)
 
 
@@ -174,7 +178,9 @@ def narrowed(tensor: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         narrow = tensor.astype(dtype)
     if np.any(np.isinf(narrow) & np.isfinite(tensor)):
-        raise ValueError(f"tensor {name!r} has values beyond the range of {dtype}; try a wider dtype")
+        raise ValueError(
+            f"tensor {name!r} has values beyond the range of {dtype}; try a wider dtype"
+        )
     return narrow
 
 

@@ -53,6 +53,7 @@ class TransformerFlow(Flow):
         self.config = config
         self.depth, self.width = config.depth, config.width
         self.interpolation = "constant"
+        self.computed_in: str | None = None
         self.layers = Layers(config, rngs, dtype)
 
     def interpolated(self, kind: str) -> TransformerFlow:
@@ -63,6 +64,16 @@ class TransformerFlow(Flow):
             raise ValueError("weights of dense and mixture layers cannot be interpolated")
         flow = jax.tree.map(lambda leaf: leaf, self)
         flow.interpolation = kind
+        return flow
+
+    def widened(self, dtype) -> TransformerFlow:
+        """The same flow computing in a wider type, its weights stored as they are.
+
+        Each layer's are converted when it is their turn: all at once would take more memory than
+        they do.
+        """
+        flow = jax.tree.map(lambda leaf: leaf, self)
+        flow.computed_in = jnp.dtype(dtype).name
         return flow
 
     @property
@@ -110,11 +121,18 @@ class TransformerFlow(Flow):
         """The parameters `name` of one layer, or between two."""
         module = getattr(self.layers, name)
         blocks = jnp.asarray(self.config.blocks if stack is None else stack)
-        here = jax.tree.map(lambda leaf: _at(leaf, blocks[index]), module)
+
+        def at(block):
+            one = jax.tree.map(lambda leaf: _at(leaf, block), module)
+            if self.computed_in is None:
+                return one
+            return jax.tree.map(lambda leaf: leaf.astype(self.computed_in), one)
+
+        here = at(blocks[index])
         if part is None:
             return here
         following = jnp.minimum(index + 1, self.depth - 1)
-        there = jax.tree.map(lambda leaf: _at(leaf, blocks[following]), module)
+        there = at(blocks[following])
 
         def between(a, b):
             share = part.astype(a.dtype)

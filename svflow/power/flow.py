@@ -63,6 +63,15 @@ class PowerFlow(Flow):
         ValueError: arrays of wrong, mismatched or empty shapes, of different or other than
             floating types, or not finite; a depth missing or in the way; a scale that is not one
             real number or one per layer, or not finite in the arrays' type.
+
+    Examples:
+        >>> import svflow as sv
+        >>> F = jnp.diag(jnp.asarray([1.0, -1.5, 0.0]))[None]  # one head
+        >>> flow = PowerFlow(0 * F, 0 * F, F, jnp.eye(3)[None], depth=60)
+        >>> tokens = sv.geometry.sphere(jnp.asarray([[1.0, 3.0, 2.0], [2.0, 3.0, 1.0]])) / 3**0.5
+        >>> print(abs(sv.simulate(flow, tokens).xs[-1]).round(3))  # not to the eigenvalue -1.5
+        [[1. 0. 0.]
+         [1. 0. 0.]]
     """
 
     mesh: Mesh | None = None

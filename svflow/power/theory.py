@@ -191,6 +191,12 @@ def predict(flow: PowerFlow, *, tokens: int | None = None) -> Prediction:
     Raises:
         ValueError: weights that differ between layers, no PowerFlow, a width of 1, a layer matrix
             that overflows, or a number of tokens that is not a positive integer.
+
+    Examples:
+        >>> F = jnp.diag(jnp.asarray([1.0, -1.5, 0.0]))[None]
+        >>> found = predict(PowerFlow(0 * F, 0 * F, F, jnp.eye(3)[None], depth=60))
+        >>> found.regime.value, found.rate  # disagreement halves in every layer: 1 / |1 + 1.0|
+        ('aligned consensus', 0.5)
     """
     _check_flow(flow)
     if tokens is not None:

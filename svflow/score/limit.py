@@ -75,9 +75,11 @@ def limit(
             solution that did not reach the end within max_steps.
     """
     check_flow(flow, "limit takes")
-    x0 = jnp.asarray(x0)
+    x0 = _floats(x0)
+    if not len(dts):
+        raise ValueError("no steps are given")
     for dt in dts:
-        if not (0 < dt <= 1 and abs(1 / dt - round(1 / dt)) < 1e-9):
+        if isinstance(dt, str) or not (0 < dt <= 1 and abs(1 / dt - round(1 / dt)) < 1e-9):
             raise ValueError(f"a step must be one over an integer, got {dt}")
     _check_tolerance(tolerance)
     solved = []
@@ -103,6 +105,13 @@ def limit(
         evaluations=evaluations,
         coarse_evaluations=coarse_evaluations,
     )
+
+
+def _floats(x0):
+    x0 = jnp.asarray(x0)
+    if not jnp.issubdtype(x0.dtype, jnp.floating):
+        raise ValueError(f"x0 must be floating point, got {x0.dtype}")
+    return x0
 
 
 def _check_tolerance(tolerance):
@@ -173,7 +182,7 @@ def gradients(
         ValueError: as `limit`.
     """
     check_flow(flow, "gradients takes")
-    x0, cotangent = jnp.asarray(x0), jnp.asarray(cotangent)
+    x0, cotangent = _floats(x0), jnp.asarray(cotangent)
     if cotangent.shape != x0.shape or cotangent.dtype != x0.dtype:
         raise ValueError(
             f"a cotangent is {x0.dtype} of shape {x0.shape}, got {cotangent.dtype} "

@@ -302,20 +302,20 @@ def _gradient(flow, layer, module, kernel: _Kernel, slope, mixed, output):
     for the length that x is read with; `slope` is the gradient by the rotated queries."""
     config = flow.config
     raw, maps = kernel.read.raw, kernel.read.maps
-    full = config.query_key_norm == "full"
-    inner = module.query_norm(raw) if full else raw
+    gain = kernel.read.gain if config.query_key_norm == "full" else None
+    inner = raw if gain is None else module.query_norm(raw)
     slope = jax.vjp(lambda q: _turned(flow, layer, module, q), inner)[1](slope)[0]
     slope = slope.reshape(mixed.shape[0], config.heads, -1)
     raw = raw.reshape(slope.shape)
-    if full:
+    if gain is not None:
         size = jnp.mean(raw * raw, axis=(1, 2), keepdims=True)
         size = jax.lax.rsqrt(size + module.query_norm.eps)
-        slope = slope * kernel.read.gain.reshape(raw.shape[1:]) * size
+        slope = slope * gain.reshape(raw.shape[1:]) * size
     cross = jnp.einsum("hkd,dhl->hkl", output, maps)
     x_g = jnp.sum(kernel.part * slope, axis=-1)
     g_g = _form(kernel.gram, slope, slope)
     v_g = _form(cross, mixed, slope)
-    if full:
+    if gain is not None:
         # One denominator for all heads: each head's gradient moves the queries of all.
         share = jnp.sum(raw * slope, axis=-1) * size[..., 0] ** 2 / raw[0].size
         whole = jnp.einsum("thk,dhk->td", raw, maps)

@@ -142,6 +142,13 @@ class VMFMixture(StateMixture):
         ValueError: wrong shapes or types, a mean that is not on the sphere, a concentration that
             is negative or whose square overflows the type (float32 at least), or weights that are
             not positive or do not sum to 1.
+
+    Examples:
+        >>> import svflow as sv
+        >>> poles = sv.geometry.sphere(jnp.asarray([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]]))
+        >>> print(VMFMixture(poles, 1.0).posterior(poles).round(2))  # 1 / (1 + exp(-2)) = .88
+        [[0.88 0.12]
+         [0.12 0.88]]
     """
 
     manifold = "sphere"
@@ -155,12 +162,12 @@ class VMFMixture(StateMixture):
         means = jnp.asarray(means)
         _check_rows("means", means, minimum=2)
         bessel.check_concentrations(concentrations)
-        concentrations = _vector("concentrations", concentrations, means)
-        _check_squares("concentrations", concentrations)
+        kappa = _vector("concentrations", concentrations, means)
+        _check_squares("concentrations", kappa)
         if not isinstance(means, jax.core.Tracer):
             _check_on_sphere(means)
         self.width = means.shape[1]
-        self.natural = nnx.Param(concentrations[:, None] * (means / self.width))
+        self.natural = nnx.Param(kappa[:, None] * (means / self.width))
         self.log_weights = nnx.Param(_log_weights(weights, means))
 
     @classmethod
@@ -240,12 +247,12 @@ class GaussianMixture(StateMixture):
     ):
         means = jnp.asarray(means)
         _check_rows("means", means, minimum=1)
-        deviations = _vector("deviations", deviations, means)
-        if not isinstance(deviations, jax.core.Tracer) and not np.all(np.asarray(deviations) > 0):
-            raise ValueError(f"deviations must be positive, got {np.asarray(deviations).min()}")
+        sigma = _vector("deviations", deviations, means)
+        if not isinstance(sigma, jax.core.Tracer) and not np.all(np.asarray(sigma) > 0):
+            raise ValueError(f"deviations must be positive, got {np.asarray(sigma).min()}")
         self.width = means.shape[1]
         self.means = nnx.Param(means)
-        self.log_deviations = nnx.Param(jnp.log(deviations))
+        self.log_deviations = nnx.Param(jnp.log(sigma))
         self.log_weights = nnx.Param(_log_weights(weights, means))
 
     @property
@@ -337,7 +344,7 @@ def _check_rows(name, rows, minimum):
         raise ValueError(f"{name} are not finite")
 
 
-def _vector(name, values, rows):
+def _vector(name: str, values: Any, rows: Array) -> Array:
     """One value per row, of the rows' type; a number is that of all."""
     scalar = isinstance(values, (int, float, np.number, jax.Array)) and np.ndim(values) == 0
     if scalar and not isinstance(values, bool):

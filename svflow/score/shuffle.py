@@ -107,26 +107,28 @@ def prefix_shuffle(
 
     Raises:
         ValueError: a suffix longer than the text or that leaves no prefix to permute, fractions
-            outside [0, 1], no seeds, prompts of several lengths, and what `metrics` refuses, with
-            the prompt's number.
+            outside [0, 1], seeds that are no whole numbers or none, prompts of several lengths, and
+            what `metrics` refuses, with the prompt's number.
 
     Source: the experiment, Liao, arXiv 2604.23740; the protocol, ours.
     """
     prompts = _prompts(model, ids)
     tokens = prompts.shape[1]
-    if isinstance(suffix, bool) or not isinstance(suffix, int | np.integer):
-        raise ValueError(f"suffix must be an int, got {suffix!r}")
+    _check_whole(suffix=suffix, seeds=seeds, seed=seed)
     if suffix > tokens:
         raise ValueError(f"a suffix of {suffix} tokens is longer than the text of {tokens}")
     if not 2 <= suffix <= tokens - 2:
         raise ValueError(
             f"a suffix of {suffix} of {tokens} tokens: it needs two, and two before it to permute"
         )
-    rates = np.asarray(fractions, np.float64)
-    if rates.ndim != 1 or not rates.size or not ((rates >= 0) & (rates <= 1)).all():
+    rates = np.asarray(fractions)
+    if rates.dtype.kind not in "iuf" or rates.ndim != 1 or not rates.size:
         raise ValueError(f"fractions must be numbers from 0 to 1, got {fractions!r}")
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    rates = rates.astype(np.float64)
+    if not ((rates >= 0) & (rates <= 1)).all():
+        raise ValueError(f"fractions must be numbers from 0 to 1, got {fractions!r}")
+    if seeds < 1 or seed < 0:
+        raise ValueError(f"seeds must be at least 1 and the seed 0, got {seeds} and {seed}")
     make = dict(suffix=int(suffix), rates=rates, draws=int(seeds), seed=int(seed))
     untrained = None
     found = _study(model, prompts, **make, progress=progress)
@@ -144,8 +146,17 @@ def shuffled(
     Places and their order are drawn uniformly; of one seed, those of a larger fraction contain
     those of a smaller. They come from the raw 64-bit stream of NumPy's PCG64, computed on the host:
     the same on every device, and with every version of NumPy and JAX.
+
+    Raises:
+        ValueError: ids that are no sequence, a suffix longer than they are, or a fraction outside
+            [0, 1].
     """
     ids = np.array(ids)
+    _check_whole(suffix=suffix)
+    if ids.ndim != 1 or not 0 <= suffix <= len(ids):
+        raise ValueError(f"a suffix of {suffix} tokens, and ids of shape {ids.shape}")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"a fraction must be from 0 to 1, got {fraction}")
     prefix = len(ids) - suffix
     count = round(fraction * prefix)
     draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(2 * prefix)
@@ -169,6 +180,12 @@ def twins(
     pair = [dataclasses.replace(config, query_key_norm=name) for name in (kind, None)]
     one, other = (Transformer(c, rngs=nnx.Rngs(seed), dtype=dtype) for c in pair)
     return one, other
+
+
+def _check_whole(**values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ValueError(f"{name} must be an int, got {value!r}")
 
 
 def _prompts(model, ids) -> np.ndarray:

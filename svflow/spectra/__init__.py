@@ -1,4 +1,22 @@
-"""Local linear dynamics: the Jacobians of layers, their spectra, and their products over depth."""
+"""Local linear dynamics: the Jacobians of layers, their spectra, and their products over depth.
+
+- Jacobians J[i, j] = dy_i / dx_j in three scopes: `jacobian` of one layer, `layer_jacobians` along
+  a trajectory.
+- Spectra: `eigvals` and what computes them, `backend`; the `principal` eigenpair (`Principal`);
+  twelve `measures` (`Measures`) with what noise gives for each; of all tokens to all,
+  `causal_spectrum` and `full_spectrum`.
+- Without forming matrices: `partial_spectrum` (`PartialSpectrum`), and singular values of a span of
+  depth, `propagator_singular_values` (`LeadingSingular`).
+- Products J_l ... J_1: `cumulative` (`Cumulative`), with `effective_rank` and
+  `participation_ratio`.
+- Non-normality: `schur_parts` (`SchurParts`), and J with some of it removed, `schur_normal`.
+- What to compare with: `controls`, random matrices that keep some of J's invariants.
+- One text beside these: `panel` (`Panel`). Many: `study` (`Study`), which resumes, and
+  `load_study`.
+
+Source: Fernando and Guitchounts, arXiv 2605.14258, for the questions; every module says what is
+derived here.
+"""
 
 from svflow.spectra import controls
 from svflow.spectra.causal import causal_spectrum, full_spectrum

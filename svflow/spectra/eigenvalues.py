@@ -31,6 +31,10 @@ def eigvals(J: Float[Array, "*stack width width"]) -> Complex[Array, "*stack wid
         ValueError: what is not a stack of square real matrices, or is not finite (by its index,
             where its values are known; under jit the eigenvalues are nan).
         RuntimeError: differentiated where an eigenvalue is repeated to working precision.
+
+    Examples:
+        >>> print(eigvals(jnp.asarray([[0.0, -2.0], [2.0, 0.0]])))
+        [0.+2.j 0.-2.j]
     """
     J = lapack.check_matrices(J)
     lapack.check_finite(J)

@@ -30,8 +30,8 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow, check_context, check_flow
 from svflow.memory import check_memory
-from svflow.models.transformer import Transformer
-from svflow.sharding import DATA, gathered, mesh_of, on_mesh_of, over_data
+from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.sharding import DATA, gathered, mesh_of, on_mesh, over_data
 from svflow.simulate import Trajectory, simulate
 
 SCOPES = ("isolated", "frozen", "full")
@@ -70,10 +70,20 @@ def jacobian(
         ValueError: a layer, a token or a scope that does not exist, states of the wrong shape, or
             a state or a Jacobian that is not finite (where its values are known).
         MemoryError: a Jacobian that does not fit, with the bytes it needs.
+
+    Examples:
+        >>> import svflow as sv
+        >>> class Shear(sv.Flow):
+        ...     depth, width = 1, 2
+        ...
+        ...     def velocity(self, t, x, context=None):
+        ...         return x @ jnp.asarray([[0.0, 0.0], [5.0, 0.0]])
+        >>> sv.jacobian(Shear(), 0, jnp.ones((1, 2))).tolist()  # J[i, j] = dy_i / dx_j
+        [[1.0, 5.0], [0.0, 1.0]]
     """
     layer, x, token = check_state(flow, layer, x, token, scope, context)
     check_chunk(flow, x, scope, chunk, count=1)
-    with on_mesh_of(flow):
+    with on_mesh(mesh_of(flow)):
         J = _jacobian(flow, np.int32(layer), x, np.int32(token), context, scope, chunk)
     _check_result(J, [layer])
     return J
@@ -96,6 +106,17 @@ def layer_jacobians(
 
     Raises:
         ValueError, MemoryError: as `jacobian`, with the layer's number.
+
+    Examples:
+        >>> import svflow as sv
+        >>> F = jnp.asarray([[[0.0, 2.0], [1.0, 1.0]]])
+        >>> flow = sv.power.PowerFlow(F, F, F, F, depth=2)
+        >>> xs = sv.simulate(flow, jnp.asarray([[1.0, 0.0]])).xs
+        >>> Js = sv.layer_jacobians(flow, xs)
+        >>> Js.shape
+        (2, 2, 2)
+        >>> bool(abs(Js[0] @ xs[0, 0]).max() < 1e-6)  # what it does to a token's length: nothing
+        True
     """
     check_flow(flow)
     xs = check_states(xs, flow.depth, flow.width)
@@ -103,7 +124,7 @@ def layer_jacobians(
     for layer in range(flow.depth):
         _, _, place = check_state(flow, layer, xs[layer], token, scope, context)
     check_chunk(flow, xs[0], scope, chunk, count=flow.depth)
-    with on_mesh_of(flow):
+    with on_mesh(mesh_of(flow)):
         J = _layer_jacobians(flow, xs[:-1], np.int32(place), context, scope, chunk)
     _check_result(J, range(flow.depth))
     return J
@@ -150,6 +171,8 @@ def widened(flow: Flow, x: Array) -> tuple[Flow, Array]:
     wide = at_least_float32(x.dtype)
     if wide == x.dtype:
         return flow, x
+    if isinstance(flow, TransformerFlow):
+        return flow.widened(wide), x.astype(wide)
 
     def widen(leaf):
         return leaf.astype(wide) if leaf.dtype == x.dtype else leaf

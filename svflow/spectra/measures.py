@@ -99,6 +99,14 @@ def measures(
         ValueError: what is not a stack of square real matrices, a matrix that is not finite (by
             its index), or a `top` outside 1 .. width.
         RuntimeError: differentiated where a measure has no derivative.
+
+    Examples:
+        >>> turn = measures(jnp.asarray([[0.0, -2.0], [2.0, 0.0]]))
+        >>> print(turn.complex_fraction, turn.spectral_radius.round(3), turn.symmetric_part)
+        1.0 2.0 0.0
+        >>> shear = measures(jnp.asarray([[1.0, 9.0], [0.0, 1.0]]))
+        >>> print(shear.spectral_radius, shear.henrici_departure > 0.9)  # far from normal
+        1.0 True
     """
     J = lapack.check_matrices(J)
     lapack.check_finite(J)

@@ -82,6 +82,12 @@ def cumulative(Js: Float[Array, "*samples layers d d"]) -> Cumulative:
         ValueError: not square matrices over layers, not floating point, or a factor that is not
             finite, by its index (under a transform: nan for that sample).
         NotImplementedError: differentiated.
+
+    Examples:
+        >>> factors = jnp.stack([jnp.diag(jnp.asarray([1e3, 1e-3]))] * 200)
+        >>> last = cumulative(factors).log_singular_values[-1]  # beyond the range of any float
+        >>> print(jnp.round(last / jnp.log(10)).astype(int))
+        [ 600 -600]
     """
     Js = check_matrices(Js, "Js")
     if Js.ndim < 3 or Js.shape[-3] == 0:

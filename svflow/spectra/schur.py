@@ -79,6 +79,11 @@ def schur_normal(
         NotImplementedError: differentiated with respect to J.
 
     Source: derived here.
+
+    Examples:
+        >>> print(schur_normal(jnp.asarray([[1.0, 9.0], [0.0, 2.0]])))
+        [[1. 0.]
+         [0. 2.]]
     """
     if jnp.ndim(amount):
         raise ValueError(f"amount must be a scalar, got shape {jnp.shape(amount)}")

@@ -71,6 +71,7 @@ class Topology(NamedTuple):
 
     @property
     def labels(self) -> Int[np.ndarray, "layers nodes"]:
+        """The community of every node of every layer, from 0; -1 for a node in none."""
         return np.stack([one.labels for one in self.communities])
 
 

@@ -39,6 +39,7 @@ GAINS = ("columns", "rows", "update_columns", "update_rows")
 """Of J what goes in and what comes out at a node, and the same of R = J - I."""
 
 SIGNS = ("positive", "negative")
+"""Of a graph's weights, each counted by itself."""
 
 CORRECTIONS = ("holm", "benjamini-hochberg")
 

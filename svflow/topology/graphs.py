@@ -52,6 +52,7 @@ class Graph(NamedTuple):
 
     @property
     def nodes(self) -> int:
+        """How many nodes there are."""
         return len(self.variance)
 
     @property
@@ -168,6 +169,12 @@ def graph(
 
     Raises:
         ValueError: a k outside, and as `correlation`.
+
+    Examples:
+        >>> a, b = np.random.default_rng(0).normal(size=(2, 500))
+        >>> found = graph(np.stack([a, b, -a, b + a / 2], axis=1), k=1)
+        >>> found.edges.tolist(), found.weights.round(1).tolist()
+        ([[0, 2], [1, 3]], [-1.0, 0.9])
     """
     found = activations if isinstance(activations, Correlation) else correlation(activations)
     nodes = len(found.variance)

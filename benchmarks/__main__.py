@@ -1,0 +1,85 @@
+"""python -m benchmarks [NAMES] [--json FILE] [--quick] [--list] [--gguf FILE] [--device] [--growth]
+
+Every speed and memory claim of the project as a row of one table. Correctness comes first: a row
+whose two results differ by more than its tolerance is wrong, makes the exit status 1 and is not
+timed. Then both sides take turns on the same cores. Columns:
+
+    ours, theirs   median seconds of one call, the best in the JSON file
+    ratio          ours / theirs, and what it should not exceed
+    error          of the two results, or of ours from what is known
+    compile        seconds that JAX traces, lowers and compiles before our first call
+    peak           how far resident memory rises above what was held before a (second) call; on an
+                   accelerator the device's peak since the start of the process
+    !              others kept more than a quarter of a core busy meanwhile
+
+The JSON file holds `machine`, `quick`, `rows` (see `benchmarks.rows.measured`) and, with --device,
+`device`; it is written again after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import machine, rows, table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; 0, 1 where a result is wrong, 2 for bad input."""
+    given = _parser().parse_args(argv)
+    try:
+        if given.gguf is not None and not given.gguf.is_file():
+            raise FileNotFoundError(f"no file {given.gguf}")
+        if given.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {given.rounds}")
+        chosen = rows.chosen(given.names)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    if given.list:
+        print(table.listing(chosen))
+        return 0
+    document: dict[str, Any] = dict(machine=machine.description(), quick=given.quick, rows=[])
+    print(table.machine(document["machine"]) + "\n")
+    right = True
+    if given.device:
+        from benchmarks import device
+
+        document["device"] = device.compare()
+        print(table.device(document["device"]) + "\n", flush=True)
+        right = all(line["right"] for line in document["device"]["lines"])
+    for one in tqdm(chosen, desc="rows", disable=None, leave=False):
+        found = rows.measured(one, quick=given.quick, gguf=given.gguf, rounds=given.rounds)
+        document["rows"].append(found)
+        tqdm.write(table.lines(found), file=sys.stdout)
+        sys.stdout.flush()
+        if given.json is not None:
+            given.json.write_text(json.dumps(document, indent=1) + "\n")
+    print("\n" + table.table(document["rows"]))
+    return 0 if right and all(r["status"] != "wrong" for r in document["rows"]) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks", description="Every speed and memory claim as a row of one table."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="rows or groups; all by default")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes every number")
+    parser.add_argument("--quick", action="store_true", help="small sizes, correctness only")
+    parser.add_argument("--list", action="store_true", help="names and claims, nothing is run")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="SmolLM2-135M, for its rows")
+    parser.add_argument("--rounds", type=int, default=7, help="of the race, at most (default: 7)")
+    parser.add_argument(
+        "--device", action="store_true", help="first compares this device with the CPU in float64"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Models larger than the memory of a device: one layer after another from disk.
+
+    model = sv.stream(source, dtype=jnp.bfloat16)
+    path = model.simulate(model.embed(ids))       # sv.simulate(model.flow, ...)
+    Js = model.layer_jacobians(path.xs)           # sv.layer_jacobians(model.flow, path.xs)
+    logits = model.unembed(path.xs[-1])
+
+Two layers are in memory at a time: the one that computes, and the next one, which a thread reads
+meanwhile. The table of tokens and the head are read when they are needed, and not kept. So memory
+peaks at two layers or at the larger of those two tables.
+
+One pass reads the whole model, so many sequences share one: `layers` gives each layer as a flow
+of depth 1, for whatever is to be done with it.
+
+    step = jax.jit(jax.vmap(sv.Flow.step, in_axes=(None, None, 0)))
+    for flow in model.layers():
+        xs = step(flow, 0, xs)                    # (sequences, tokens, width)
+
+Axes: `tokens`; `width`, the residual stream; `layers`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from svflow.flow import Context
+from svflow.memory import check_memory
+from svflow.models.config import TransformerConfig
+from svflow.models.families.base import Rule
+from svflow.models.loading import (
+    Opened,
+    blocks_of,
+    flatten,
+    narrowed,
+    opened,
+    parameter_bytes,
+)
+from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.simulate import Trajectory, simulate
+from svflow.spectra.jacobians import check_states, layer_jacobians
+
+LAYERS = "flow.layers."
+
+
+def stream(source: str | os.PathLike, *, dtype=jnp.float32) -> StreamedTransformer:
+    """A model from a checkpoint that is read layer by layer whenever it is used.
+
+    Arguments:
+        source, dtype: as for `svflow.load`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `svflow.load`; those about values when they are read.
+        MemoryError: where not even two layers, or a table of tokens, fit.
+    """
+    return StreamedTransformer(opened(source, dtype))
+
+
+class StreamedTransformer:
+    """A `Transformer` whose weights stay on disk; made by `stream`.
+
+    Arguments:
+        found: the checkpoint, opened.
+    """
+
+    def __init__(self, found: Opened):
+        self._found = found
+        self.config: TransformerConfig = found.config
+        self.depth, self.width = self.config.depth, self.config.width
+        check_memory("two layers, or the table of tokens", self.peak_bytes, jnp.zeros(()))
+
+    @property
+    def bytes(self) -> int:
+        """What the weights would take in memory."""
+        return parameter_bytes(self._found.shapes.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """What they take at most: two layers, the embedding, or the head with a tied table."""
+        shapes = self._found.shapes
+        kinds = {self.config.layer(layer) for layer in range(self.depth)}
+        layers = [
+            parameter_bytes(_layer_shapes(kind, self._found.dtype)[0].values()) for kind in kinds
+        ]
+        outer = (
+            parameter_bytes(leaf for path, leaf in shapes.items() if keep(path))
+            for keep in (_embeds, self._unembeds)
+        )
+        return max(2 * max(layers), *outer)
+
+    def layers(self) -> Iterator[TransformerFlow]:
+        """Every layer in turn as a flow of depth 1, the next one being read meanwhile.
+
+        Layers whose configs are equal but for their weights are one compiled program.
+        """
+        config, sources = self.config, self._sources()
+        kinds = [(config.blocks[layer], config.layer(layer)) for layer in range(self.depth)]
+        flow = self._read_layer(*kinds[0], sources)
+        with ThreadPoolExecutor(1) as pool:
+            for kind, following in itertools.pairwise(kinds):
+                if kind == following:  # ALBERT's layers share their weights
+                    yield flow
+                    continue
+                coming = pool.submit(self._read_layer, *following, sources)
+                yield flow
+                flow = coming.result()
+            yield flow
+
+    def embed(
+        self,
+        ids: Int[ArrayLike, " tokens"],
+        context: Context | None = None,
+        *,
+        segments: Int[Array, " tokens"] | None = None,
+    ) -> Float[Array, "tokens width"]:
+        """`Transformer.embed`; reads the embedding's parameters."""
+        return self._outer(_embeds).embed(ids, context, segments=segments)
+
+    def unembed(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens vocab"]:
+        """`Transformer.unembed`; reads the head's parameters."""
+        return self._outer(self._unembeds).unembed(x)
+
+    def __call__(
+        self, ids: Int[ArrayLike, " tokens"], context: Context | None = None
+    ) -> Float[Array, "tokens vocab"]:
+        """The logits of every token."""
+        return self.unembed(self.simulate(self.embed(ids, context), context=context).xs[-1])
+
+    def simulate(
+        self, x0: Float[Array, "tokens width"], *, context: Context | None = None
+    ) -> Trajectory:
+        """`svflow.simulate(model.flow, x0, context=context)`: every layer's state.
+
+        Raises:
+            ValueError: as `svflow.simulate`.
+        """
+        xs = [jnp.asarray(x0)]
+        for flow in self.layers():
+            path = simulate(flow, xs[-1], ts=[1.0], context=context)
+            xs.append(path.xs[-1].block_until_ready())
+        times = jnp.arange(self.depth + 1).astype(path.ts.dtype)
+        return Trajectory(times, jnp.stack(xs), path.result)
+
+    def layer_jacobians(
+        self,
+        xs: Float[Array, "states tokens width"],
+        *,
+        token: int = -1,
+        scope: str = "frozen",
+        context: Context | None = None,
+        chunk: int | None = None,
+    ) -> Float[Array, "layers width width"] | Float[Array, "layers tokens width tokens width"]:
+        """`svflow.layer_jacobians(model.flow, xs, ...)`.
+
+        Raises:
+            ValueError, MemoryError: as `svflow.layer_jacobians`; a layer that is not finite is
+            named before its Jacobian is computed.
+        """
+        xs = check_states(xs, self.depth, self.width)
+        found = []
+        for layer, flow in enumerate(self.layers()):
+            try:
+                J = layer_jacobians(
+                    flow,
+                    xs[layer : layer + 2],
+                    token=token,
+                    scope=scope,
+                    context=context,
+                    chunk=chunk,
+                )
+            except ValueError as error:
+                raise ValueError(f"layer {layer} by itself: {error}") from error
+            found.append(J[0].block_until_ready())
+        return jnp.stack(found)
+
+    def _unembeds(self, path: str) -> bool:
+        untied = "head.kernel" in self._found.shapes
+        return path.startswith("head.") or (path == "embedding.tokens" and not untied)
+
+    def _outer(self, keep: Callable[[str], bool]) -> Transformer:
+        """The model of which only some parameters outside its layers are there."""
+        found, nothing = self._found, jnp.zeros((0,), self._found.dtype)
+        leaves = {path: nothing for path in found.shapes}
+        for name, rule, _ in found.plan:
+            if any(map(keep, rule.ours)):
+                for path, part in zip(rule.ours, self._read(name, rule)):
+                    leaves[path] = jnp.asarray(part)
+        return jax.tree.unflatten(found.treedef, leaves.values())
+
+    def _sources(self) -> dict[int, list[tuple[str, Rule, tuple[int, ...]]]]:
+        """By block: its tensors, and where each stands within the layer."""
+        sources: dict[int, list[tuple[str, Rule, tuple[int, ...]]]] = {}
+        for name, rule, index in self._found.plan:
+            if rule.ours[0].startswith(LAYERS):
+                block = blocks_of(rule.ours[0], self.config)[index[0]]
+                sources.setdefault(block, []).append((name, rule, (0, *index[1:])))
+        return sources
+
+    def _read_layer(self, block: int, config: TransformerConfig, sources) -> TransformerFlow:
+        shapes, treedef = _layer_shapes(config, self._found.dtype)
+        leaves = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
+        for name, rule, index in sources[block]:
+            for path, part in zip(rule.ours, self._read(name, rule)):
+                leaves[path.removeprefix("flow.")][index] = part
+        return jax.tree.unflatten(treedef, [jnp.asarray(leaves.pop(path)) for path in shapes])
+
+    def _read(self, name: str, rule: Rule) -> list[np.ndarray]:
+        found = self._found
+        parts = rule.split(found.checkpoint.read(name), found.config)
+        return [narrowed(np.asarray(part), found.dtype, name) for part in parts]
+
+
+def _embeds(path: str) -> bool:
+    return path.startswith("embedding.")
+
+
+def _layer_shapes(config: TransformerConfig, dtype):
+    """The parameters of a flow, by path."""
+    return flatten(jax.eval_shape(lambda: TransformerFlow(config, rngs=nnx.Rngs(0), dtype=dtype)))
