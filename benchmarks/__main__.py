@@ -1,4 +1,4 @@
-"""python -m benchmarks [NAMES] [--json FILE] [--quick] [--list] [--gguf FILE] [--device] [--growth]
+"""python -m benchmarks [NAMES] [--json FILE] [--quick] [--list] [--gguf FILE] [--device]
 
 Every speed and memory claim of the project as a row of one table. Correctness comes first: a row
 whose two results differ by more than its tolerance is wrong, makes the exit status 1 and is not

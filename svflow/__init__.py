@@ -15,8 +15,9 @@ Flows: `Flow` to define one's own, `Context` for positions and padding, `simulat
 `Trajectory`, the splitting solvers `LieTrotter` and `Strang`, the adjoint `ScanAdjoint`.
 Local linear dynamics: `jacobian` and `layer_jacobians`, `eigvals`, `measures` (`Measures`),
 `causal_spectrum`, `partial_spectrum` (`PartialSpectrum`), `cumulative` products over depth
-(`Cumulative`), `schur_normal`, `controls`, and the rest of `spectra`. Layers as a power method, and steering: `power`. Layers as posterior-weighted scores:
-`score`. The residual stream's coordinates as a graph: `topology`.
+(`Cumulative`), `schur_normal`, `controls`, and the rest of `spectra`. Layers as a power method, and
+steering: `power`. Layers as posterior-weighted scores: `score`. The residual stream's coordinates
+as a graph: `topology`.
 Measures: `portrait` and its `Portrait`, and `geometry`, the polar form of a step.
 Shapes are single-example; batches are `jax.vmap`.
 """

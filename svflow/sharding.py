@@ -47,7 +47,7 @@ from svflow.flow import Flow
 
 DATA, MODEL = "data", "model"
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Side(NamedTuple):
@@ -108,7 +108,7 @@ def partition(
     return PartitionSpec()
 
 
-def shardings(model: T, mesh: Mesh | AbstractMesh) -> T:
+def shardings(model: _T, mesh: Mesh | AbstractMesh) -> _T:
     """A tree like the model of the `NamedSharding` of every parameter.
 
     Arguments:
@@ -130,7 +130,7 @@ def shardings(model: T, mesh: Mesh | AbstractMesh) -> T:
     return jax.tree_util.tree_map_with_path(one, model)
 
 
-def shard(model: T, mesh: Mesh) -> T:
+def shard(model: _T, mesh: Mesh) -> _T:
     """The model with its weights split over the axis `model` of a mesh, by `RULES`.
 
     Every function takes it as it takes the model on one device, and gives the same values to
@@ -152,7 +152,7 @@ def shard(model: T, mesh: Mesh) -> T:
     return placed
 
 
-def shard_batch(tree: T, mesh: Mesh) -> T:
+def shard_batch(tree: _T, mesh: Mesh) -> _T:
     """Arrays with their first axis split over the axis `data` of a mesh.
 
     Raises:
