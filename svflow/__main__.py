@@ -123,12 +123,13 @@ def _run(arguments: argparse.Namespace) -> None:
             source = default_model_path() if given is None else given
             text, ids, pieces = _tokens(source, arguments)
             model = load(source, dtype=jnp.dtype(arguments.dtype))
-            said = dict(name=_name(given), text=text, pieces=pieces)
-            docs.append(_document(model, ids, arguments, **said))
+            said = dict(text=text, pieces=pieces)
+            docs.append(_document(model, ids, arguments, name=_name(given), **said))
             if arguments.untrained:
-                said["name"] += ", untrained"
-                untrained = initialisation(jax.random.key(1), model)
-                docs.append(_document(untrained, ids, arguments, **said))
+                untrained, name = initialisation(jax.random.key(1), model), _name(given)
+                docs.append(
+                    _document(untrained, ids, arguments, name=f"{name}, untrained", **said)
+                )
         light, dark = page.pictures(docs, "light"), page.pictures(docs, "dark")
         for place, drawn in zip(("", ".2"), light):
             for key, png in drawn.items():
