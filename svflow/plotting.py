@@ -265,7 +265,7 @@ class Spectrum(NamedTuple):
 
 def spectra(
     figure: Figure, layers: Sequence[Spectrum], *, theme: str, title: str, behind: str
-) -> None:
+) -> list[Axes]:
     """A grid of eigenvalues in the complex plane, one picture per layer, of a `style`.
 
     Eigenvalues outside a frame stand as triangles on its edge, and their number above it.
@@ -359,6 +359,7 @@ def spectra(
             Line2D([], [], ls="", marker=">", ms=5, mew=0, color=vermilion, label="+n beyond")
         )
     _headline(figure, title, handles)
+    return list(figure.axes)
 
 
 class Pair(NamedTuple):
@@ -386,7 +387,7 @@ def pairs(
     before: str,
     after: str,
     limits: tuple[float, float],
-) -> None:
+) -> list[Axes]:
     """Pictures of pairs of lines on common axes, the first pair repeated in grey in the others.
 
     Arguments:
@@ -427,8 +428,6 @@ def pairs(
         axes.set_yscale("log")
         axes.set_ylim(*limits)
         _log_ticks(axes)
-        axes.yaxis.set_major_formatter(PLAIN)
-        axes.yaxis.set_minor_formatter(NullFormatter())
         _layers(axes, depth[-1], 8)
         axes.grid(axis="y")
         axes.set_axisbelow(True)
@@ -456,6 +455,7 @@ def pairs(
             Line2D([], [], color=blue, lw=6, alpha=0.25, solid_capstyle="butt", label="all draws")
         )
     _headline(figure, title, handles)
+    return list(figure.axes)
 
 
 def _headline(figure: Figure, title: str, handles: Sequence[Line2D]) -> None:

@@ -94,7 +94,7 @@ def attention_maps(
     *,
     theme: str,
     title: str,
-) -> None:
+) -> list[Axes]:
     """Every layer's and head's attention on one sequence, queries downwards, of a `style`.
 
     Arguments:
@@ -126,6 +126,7 @@ def attention_maps(
             axes.spines[:].set_visible(True)
             axes.spines[:].set_color(tone["rule"])
     figure.text(0.06 / width, 1 - 0.12 / height, title, size=11, weight="bold", va="top")
+    return list(figure.axes)
 
 
 def _legend(axes: Axes) -> None:
