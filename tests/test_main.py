@@ -624,6 +624,7 @@ def test_values_that_do_not_exist_are_dots_and_gaps():
         (123456.0, "1.2e5"),
         (-5.7e-6, "-5.7e-6"),
         (1e-30, "1.0e-30"),
+        (12, "12"),
     ],
 )
 def test_numbers(value, shown):

@@ -29,9 +29,14 @@ def numbers(values: np.ndarray) -> list[float | None]:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits in at most seven characters; a dot where there is no value."""
+    """Four significant digits in at most seven characters; a dot where there is no value.
+
+    A count, which is an int, has all its digits.
+    """
     if value is None:
         return "·"
+    if isinstance(value, int):
+        return str(value)
     size = abs(value)
     if size != 0 and (size < 0.001 or size >= 9999.5):
         mantissa, exponent = f"{value:.1e}".split("e")

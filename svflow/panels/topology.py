@@ -232,7 +232,7 @@ def columns(doc: Mapping[str, Any]) -> list[Column]:
     topology = doc[KEY]
     measures, coupling = topology["measures"], topology["coupling"]
     found: list[Column] = [
-        ("commun.", "number", [float(n) for n in topology["number"]["model"]]),
+        ("commun.", "number", topology["number"]["model"]),
         ("modul.", "model", measures["modularity"]["lines"]["model"]),
         ("modul.", "noise", measures["modularity"]["lines"]["noise"]),
         ("stable", "", measures["stability"]["lines"]["model"]),
