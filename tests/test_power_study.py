@@ -123,6 +123,13 @@ def test_table(albert, tiny):
         lines = power.table(study).split("\n")
         assert max(map(len, lines)) <= 100
         assert study.family in lines[0]
+        bars = [
+            [place for place, letter in enumerate(line) if letter == "|"]
+            for line in lines
+            if "|" in line and "|lambda|" not in line and "|1 + lambda|" not in line
+        ]
+        assert len(bars) == 2 * (layers + 1)
+        assert all(one == bars[0] for one in bars)
         rows = [line.replace("|", " ").split() for line in lines if line[:5].strip().isdigit()]
         assert [int(row[0]) for row in rows] == [*range(1, layers + 1)] * 2
         residual, gammas = study.principal.residual, study.real.residual.alignment

@@ -64,7 +64,10 @@ def test_a_claim_has_no_star():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--preset", "huge"], "there is no preset 'huge': there are 'tiny', 'small', 'paper'"),
+        (
+            ["--preset", "huge"],
+            "there is no preset 'huge': there are 'tiny', 'small', 'medium', 'paper'",
+        ),
         (["--preset", "tiny", "--only", "xor"], "no cell's name contains 'xor': there are dyck-1-"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--out", __file__], "is a file, not a folder"),

@@ -103,11 +103,26 @@ def _small() -> Preset:
     return Preset(_table(dyck, hop, 64), 2)
 
 
+def _medium() -> Preset:
+    """Dyck-1 at the paper's length, k-hop with few hops: hours on two cores."""
+    dyck = (
+        dyck1_task(30),
+        Settings(steps=6000, batch=128, learning_rate=1e-2, warmup=200, every=500),
+        Recipe("sparse", 2, 2, 16, 16),
+    )
+    hop = (
+        k_hop_task(30, 4, (0, 2)),
+        Settings(steps=6000, batch=64, learning_rate=1e-2, warmup=200, every=500),
+        Recipe("sparse", 3, 2, 8, 8),
+    )
+    return Preset(_table(dyck, hop, 256), 2)
+
+
 def _paper() -> Preset:
     """The tasks at the sizes of the papers that they come from."""
     dyck = (
         dyck1_task(30),
-        Settings(steps=10_000, batch=256, learning_rate=3e-3, warmup=500, every=250),
+        Settings(steps=10_000, batch=256, learning_rate=1e-2, warmup=500, every=250),
         Recipe("sparse", 2, 2, 16, 16),
     )
     hop = (
@@ -134,4 +149,10 @@ def _reprogram() -> Preset:
     return Preset(tuple(cells), 2)
 
 
-PRESETS = {"tiny": _tiny, "small": _small, "paper": _paper, "reprogram": _reprogram}
+PRESETS = {
+    "tiny": _tiny,
+    "small": _small,
+    "medium": _medium,
+    "paper": _paper,
+    "reprogram": _reprogram,
+}

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ import numpy as np
 
 from svflow import Flow
 from svflow.resumable import locked, replace
+from universal.maps import Routing
+
+DAMAGED = AttributeError, KeyError, TypeError, ValueError
+"""What reading raises where JSON or arrays are other than what was written."""
 
 
 class Saved:
@@ -41,9 +46,9 @@ class Saved:
                 arrays = dict(file)
             head = json.loads(str(arrays.pop("run")))
             before = head.pop("settings")
-        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            one, other = flat(before), flat(self.settings)
+        except (*DAMAGED, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{self.path} holds no run: {error}") from error
-        one, other = flat(before), flat(self.settings)
         for name in sorted(one.keys() | other.keys()):
             if one.get(name) != other.get(name):
                 raise ValueError(
@@ -57,7 +62,7 @@ class Saved:
         if self.path is None:
             return
         run = np.asarray(json.dumps(dict(head, settings=self.settings)))
-        replace(self.path, dict(run=run, **arrays))
+        replace(self.path, dict(run=run, **{name: _raw(array) for name, array in arrays.items()}))
 
 
 @contextlib.contextmanager
@@ -74,13 +79,43 @@ def saving(out: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> I
 
 
 def digest(flow: Flow) -> dict[str, Any]:
-    """What tells a flow from another: its type, its sizes and its arrays."""
+    """What tells a flow from another: its type, its sizes, its arrays, and all that is static."""
     found = hashlib.sha256()
-    for leaf in jax.tree.leaves(flow):
+    leaves, structure = jax.tree.flatten(flow)
+    for leaf in leaves:
         found.update(f"{leaf.shape}{leaf.dtype}".encode() + np.asarray(leaf).tobytes())
     return dict(
-        type=type(flow).__name__, depth=flow.depth, width=flow.width, arrays=found.hexdigest()
+        type=type(flow).__name__,
+        depth=flow.depth,
+        width=flow.width,
+        arrays=found.hexdigest(),
+        static=hashlib.sha256(_static(structure).encode()).hexdigest(),
     )
+
+
+def _static(value: Any) -> str:
+    """As text, the same in every process: hashes and addresses are not."""
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        return f"{_static(value.node_data())}[{','.join(map(_static, value.children()))}]"
+    if isinstance(value, Routing):
+        return f"{_static(value.sources)} of {value.width}"
+    if isinstance(value, np.ndarray):
+        return f"{value.shape}{value.dtype}{value.tobytes().hex()}"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_static(name)}:{_static(of)}' for name, of in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(_static, value))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _raw(array: np.ndarray) -> np.ndarray:
+    """What an .npz file can hold: of types that NumPy has not, such as bfloat16, the bytes."""
+    return array.view(f"V{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+
+
+def typed(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """An array of a file, its bytes read as they were before `Saved.write`."""
+    return array.view(dtype) if array.dtype == np.dtype(f"V{np.dtype(dtype).itemsize}") else array
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -182,15 +182,15 @@ def table(study: Study) -> str:
         head = f"first eigenvalue by {how}"
         lines += [
             "",
-            f"{head:<35}|{'the model itself':^35}|{'the reduced system':^26}",
-            f"{'layer':>5} {'lambda_1':>14} {'gap':>6} {'chance':>6} |"
+            f"{head:<37}|{'the model itself':^35}|{'the reduced system':^26}",
+            f"{'layer':>5} {'lambda_1':>16} {'gap':>6} {'chance':>6} |"
             f"{'gamma':>6} {'signed':>6} {'other':>6} {'rho':>5} {'p':>6}  |"
             f"{'gamma':>6} {'signed':>6} {'rho':>5} {'p':>6}",
         ]
         for layer in range(len(pair.value)):
             real, reduced = (one.alignment for one in both)
             lines.append(
-                f"{layer + 1:>5} {_complex(pair.value[layer]):>14} {_short(pair.gap_ratio[layer])} "
+                f"{layer + 1:>5} {_complex(pair.value[layer]):>16} {_short(pair.gap_ratio[layer])} "
                 f"{real.chance[layer]:>6.3f} |{_aligned(real, layer, both[0].other)}  |"
                 f"{_aligned(reduced, layer, None)}"
             )
@@ -213,8 +213,14 @@ def table(study: Study) -> str:
 
 
 def _complex(value: Any) -> str:
+    """In at most 16 characters, of as many as three significant digits."""
     value = complex(value)
-    return f"{value.real:.3g}" + (f"±{abs(value.imag):.3g}i" if value.imag else "")
+    for digits in (3, 2, 1):
+        imaginary = f"±{abs(value.imag):.{digits}g}i" if value.imag else ""
+        text = f"{value.real:.{digits}g}{imaginary}"
+        if len(text) <= 16:
+            break
+    return text
 
 
 def _short(value: Any) -> str:

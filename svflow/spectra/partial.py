@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
+import threadpoolctl
 from jaxtyping import Array, Bool, Complex, Float
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigs, eigsh
@@ -29,8 +30,10 @@ from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow
 from svflow.memory import check_memory
 from svflow.simulate import simulate
-from svflow.spectra.jacobians import check_state, token_map, widened
+from svflow.spectra.jacobians import check_state, jacobian, token_map, widened
+from svflow.spectra.screen import Screen
 
+BASIS = 2**31  # Bytes that the Krylov spaces of a screen may take.
 DENSE = 256  # Coordinates up to which n products and LAPACK take no longer than a Krylov method.
 
 
@@ -131,14 +134,27 @@ def partial_spectrum(
     """
     layer, x, token = check_state(flow, layer, _known(x), token, scope, context)
     where = (flow, np.int32(layer), x, np.int32(token), context)
+    name = f"the Jacobian of layer {layer}"
     A = _operator(
         functools.partial(_step_jvp, *where, scope=scope),
         functools.partial(_step_vjp, *where, scope=scope),
         x.shape if scope == "full" else x.shape[1:],
         x.dtype,
-        f"the Jacobian of layer {layer}",
+        name,
     )
-    found = _eigenpairs(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
+    options = dict(tol=tol, max_iterations=max_iterations, seed=seed)
+    with _one_thread():
+        if scope == "full" and flow.causal:
+            push = _frozen_tangents(flow, np.int32(layer), x, context)
+            images = _finite(functools.partial(_push, push), x.shape, x.dtype, name)
+
+            def block(token):
+                J = jacobian(flow, layer, x, token=token, context=context)
+                return _matrix(np.asarray(J, np.float64), A.eps)
+
+            found = _union(A, x.shape, images, block, k, **options)
+        else:
+            found = _eigenpairs(A, k, **options)
     return PartialSpectrum(*_rounded(found, x.dtype))
 
 
@@ -195,7 +211,8 @@ def propagator_singular_values(
         x.dtype,
         "the propagator from t = {t0:g} to {t1:g}".format(**options),
     )
-    found = _singular_triplets(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
+    with _one_thread():
+        found = _singular_triplets(A, k, tol=tol, max_iterations=max_iterations, seed=seed)
     return LeadingSingular(*_rounded(found, x.dtype))
 
 
@@ -247,6 +264,26 @@ _step_jvp, _step_vjp = _programs(_step_map, ("scope",))
 _span_jvp, _span_vjp = _programs(_span_map, ("solver", "t0", "t1", "dt"))
 
 
+@jax.jit
+def _frozen_tangents(flow, layer, x, context):
+    """The frozen Jacobians of all tokens as one linear map, each token's of its own tangent."""
+    flow, x = widened(flow, x)
+
+    def all_tokens(rows):
+        def one(token, row):
+            return flow.frozen(layer, x, token, context)(row)
+
+        return jax.vmap(one)(jnp.arange(len(x)), rows)
+
+    with jax.default_matmul_precision("highest"):
+        return jax.linearize(all_tokens, x)[1]
+
+
+@jax.jit
+def _push(linear, v):
+    return linear(v)
+
+
 class _Operator(NamedTuple):
     """A square real matrix through its products, on the host in float64.
 
@@ -267,18 +304,31 @@ def _operator(jvp, vjp, shape, dtype, name) -> _Operator:
 
     Vectors are float64 on the host, whatever the flow's type: the products are what costs.
     """
+    eps = float(jnp.finfo(at_least_float32(dtype)).eps)
+    jvp, vjp = (_finite(program, shape, dtype, name) for program in (jvp, vjp))
+    return _Operator(lambda v: jvp(v).ravel(), lambda u: vjp(u).ravel(), math.prod(shape), eps)
+
+
+def _finite(program, shape, dtype, name):
+    """A compiled product on float64 arrays of the host, which has to be finite."""
     dtype = at_least_float32(dtype)
 
-    def product(program):
-        def apply(v):
-            out = np.asarray(program(v.astype(dtype).reshape(shape)), np.float64).ravel()
-            if not np.isfinite(out).all():
-                raise ValueError(f"{name} is not finite")
-            return out
+    def apply(v):
+        out = np.asarray(program(v.astype(dtype).reshape(shape)), np.float64)
+        if not np.isfinite(out).all():
+            raise ValueError(f"{name} is not finite")
+        return out
 
-        return apply
+    return apply
 
-    return _Operator(product(jvp), product(vjp), math.prod(shape), float(jnp.finfo(dtype).eps))
+
+def _matrix(J: np.ndarray, eps: float) -> _Operator:
+    return _Operator(lambda v: J @ v, lambda u: J.T @ u, len(J), eps)
+
+
+def _one_thread():
+    """Vectors on the host gain nothing from threads, and wait for them where cores are busy."""
+    return threadpoolctl.threadpool_limits(limits=1, user_api="blas")
 
 
 def _rounded(found, dtype):
@@ -526,10 +576,21 @@ def _radius_bound(apply, g, powers=100, delta=1e-6):
 def _eigenpairs(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
     """The fields of a `PartialSpectrum` of any operator, in float64."""
     k, tol, max_iterations, rng = _settings(A, k, tol, max_iterations, seed)
+    *found, accurate, limit, _ = _pairs(A, k, tol, max_iterations, rng)
+    return _filled(k, *found, accurate & (np.abs(found[0]) >= limit))
+
+
+def _pairs(A, k, tol, max_iterations, rng):
+    """Up to k eigenpairs of any operator.
+
+    Returns:
+        Values, vectors, residuals and condition; whether each is accurate; the least modulus above
+        which none is missing; and |A| from below.
+    """
     size = _norm(A, rng)
     if size == 0:  # on a random vector, so with probability one A = 0
         vectors = np.eye(k, A.n, dtype=complex)
-        return np.zeros(k, complex), vectors, np.zeros(k), np.ones(k), np.ones(k, bool)
+        return np.zeros(k, complex), vectors, np.zeros(k), np.ones(k), np.ones(k, bool), 0.0, 0.0
     B, s = _scaled(A, size)
     size /= s
     if _is_dense(A.n, k):
@@ -556,9 +617,62 @@ def _eigenpairs(A: _Operator, k, *, tol=None, max_iterations=100, seed=0):
     images = np.array([B.apply(v.real) + 1j * B.apply(v.imag) for v in vectors])
     residuals = np.linalg.norm(images.reshape(vectors.shape) - values[:, None] * vectors, axis=1)
     errors = condition * np.maximum(residuals, A.eps * size)
-    converged = (errors <= tol * size) & (np.abs(values) >= limit)
-    values = values.astype(complex)
-    return _filled(k, values * s, vectors, residuals * s, condition, converged)
+    values = values.astype(complex) * s
+    return values, vectors, residuals * s, condition, errors <= tol * size, limit * s, size * s
+
+
+def _union(A, shape, images, block, k, *, tol=None, max_iterations=100, seed=0):
+    """The fields of a `PartialSpectrum` of a causal layer, from the tokens' frozen blocks.
+
+    All blocks are screened together, and those are solved that the screen does not exclude from
+    having one of the k largest values. The blocks solved decide what is large enough.
+
+    Arguments:
+        A: the whole Jacobian; only asked for its size and precision.
+        shape: (tokens, width).
+        images: (tokens, width) -> (tokens, width), every block's product with its own row.
+        block: the operator of one token's block.
+    """
+    k, tol, max_iterations, rng = _settings(A, k, tol, max_iterations, seed)
+    tokens, width = shape
+    waiting, solved = set(range(tokens)), []
+    kth, size = -np.inf, 0.0
+
+    def solve(token):
+        nonlocal kth, size
+        waiting.remove(token)
+        *found, limit, norm = _pairs(block(token), min(k, width), tol, max_iterations, rng)
+        values, vectors, *rest = found
+        padded = np.zeros((len(values), tokens, width), complex)
+        padded[:, token] = vectors
+        solved.append(((values, padded.reshape(-1, tokens * width), *rest), limit))
+        moduli = np.sort(np.concatenate([np.abs(one[0]) for one, _ in solved]))[::-1]
+        kth, size = moduli[k - 1] if len(moduli) >= k else -np.inf, max(size, norm)
+
+    if not _is_dense(A.n, k):
+        screen = Screen(images, shape, rng, limit=max(2, min(512, BASIS // (8 * A.n))))
+        while waiting:
+            screen.grow(waiting)
+            while waiting:
+                first = max(waiting, key=screen.radius)
+                if screen.radius(first) < kth + tol * size / 2 and not screen.finished(first):
+                    break
+                if screen.excludes(first, kth + tol * size / 2):
+                    waiting.remove(first)
+                else:
+                    solve(first)
+            waiting -= {i for i in waiting if screen.excludes(i, kth + tol * size / 2)}
+    for token in sorted(waiting):
+        solve(token)
+    values, vectors, residuals, condition, accurate = map(
+        np.concatenate, zip(*(one for one, _ in solved))
+    )
+    # Stable: the members of a pair, of equal moduli, stay together.
+    order = np.argsort(-np.abs(values), kind="stable")[:k]
+    limit = max(limit for _, limit in solved)
+    converged = accurate & (np.abs(values) >= limit)
+    fields = values, vectors, residuals, condition, converged
+    return _filled(k, *(field[order] for field in fields))
 
 
 def _conditions(B, Q, values, vectors, size, tol, max_iterations, rng):

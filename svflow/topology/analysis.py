@@ -42,7 +42,8 @@ class Options(NamedTuple):
 
     def check(self, width: int) -> None:
         """Raises ValueError for an option that is none here, ImportError without the extra."""
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or not 1 <= self.k < width:
+        whole = isinstance(self.k, int | np.integer) and not isinstance(self.k, bool)
+        if not whole or not 1 <= self.k < width:
             raise ValueError(f"k must be one of 1 .. {width - 1} at width {width}, got {self.k!r}")
         check_leiden(self.seed, self.resolution, self.runs)
         check_test(self.permutations, self.seed, self.correction, self.alpha)

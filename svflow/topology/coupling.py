@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import ArrayLike, Float, Int
 from scipy.stats import false_discovery_control, rankdata
@@ -98,19 +99,29 @@ def squared_gains(J: Float[ArrayLike, "*layers width width"]) -> Float[np.ndarra
     """(gains, ..., width) the squares of every node's `GAINS`, in float64.
 
     Raises:
-        ValueError: what is not a stack of square real matrices, or not finite.
+        ValueError: what is not a stack of square real matrices, or not finite, or whose squares
+            are not.
     """
-    J = check_matrices(J)
+    J = _matrices(J)
     check_finite(J)
     flat = J.reshape(-1, *J.shape[-2:])
     found = np.empty((len(GAINS), *flat.shape[:2]))
-    for place, one in enumerate(flat):  # one at a time: float64 copies of all would not fit
-        matrix = np.asarray(one, np.float64)
-        for first in (0, 2):
-            found[first, place] = np.einsum("ij,ij->j", matrix, matrix)
-            found[first + 1, place] = np.einsum("ij,ij->i", matrix, matrix)
-            matrix = matrix - np.eye(len(matrix))
+    with np.errstate(over="ignore"):
+        for place, one in enumerate(flat):  # one at a time: float64 copies of all would not fit
+            matrix = np.asarray(one, np.float64)
+            for first in (0, 2):
+                found[first, place] = np.einsum("ij,ij->j", matrix, matrix)
+                found[first + 1, place] = np.einsum("ij,ij->i", matrix, matrix)
+                matrix = matrix - np.eye(len(matrix))
+    if not np.isfinite(found).all():
+        raise ValueError("squares of the Jacobians' entries overflow")
     return found.reshape(len(GAINS), *J.shape[:-1])
+
+
+def _matrices(J: Any) -> np.ndarray:
+    """Checked, and in float64 where they are: without x64 JAX would round J before I is taken."""
+    with jax.enable_x64(True):
+        return np.asarray(check_matrices(J))
 
 
 def coupling(
@@ -150,7 +161,7 @@ def coupling(
     Source: Fernando and Guitchounts, arXiv 2605.14258, for gain and participation; the test and the
     partial version are derived here.
     """
-    J = check_matrices(J)
+    J = _matrices(J)
     if J.ndim == 2:
         labels = np.asarray(labels)[None]
         norm_weights = None if norm_weights is None else np.asarray(norm_weights)[None]
@@ -182,6 +193,8 @@ def coupled(
     """`coupling` from the squares of gains, such as their mean over samples."""
     layers, width = squares.shape[1:]
     labels = np.asarray(labels)
+    if not layers:
+        raise ValueError("a coupling needs at least one layer, got none")
     if len(graphs) != layers or any(graph.nodes != width for graph in graphs):
         nodes = [graph.nodes for graph in graphs]
         raise ValueError(f"{layers} layers of width {width} need as many graphs, got {nodes} nodes")
@@ -189,7 +202,10 @@ def coupled(
         raise ValueError(f"labels must have shape {(layers, width)}, got {labels.shape}")
     if norm_weights is None:
         norm_weights = np.empty((layers, 0, width))
-    norms = np.asarray(norm_weights, np.float64)
+    given = np.asarray(norm_weights)
+    if given.dtype.kind in "cOSU":
+        raise ValueError(f"norm_weights must be real numbers, got {given.dtype}")
+    norms = given.astype(np.float64)
     if norms.ndim != 3 or norms.shape[::2] != (layers, width) or not np.isfinite(norms).all():
         raise ValueError(
             f"norm_weights must be finite, ({layers}, norms, {width}), got shape {norms.shape}"

@@ -20,12 +20,16 @@ from svflow.memory import check_memory
 BLOCK = 1024
 """States at a time: the d x d sums are then read and written once per so many outer products."""
 
+LEAST = np.finfo(np.float64).tiny / np.finfo(np.float64).eps
+"""About 1e-292: below it products of deviations are denormal, and lose digits."""
+
 
 class Correlation(NamedTuple):
     """Pearson's correlations of the coordinates.
 
     Arguments:
-        matrix: (nodes, nodes) r, symmetric; 0 in the rows and columns of constant coordinates.
+        matrix: (nodes, nodes) r, symmetric; 0 in the rows and columns of constant coordinates,
+            which are those whose squared deviations sum to less than `LEAST`.
         variance: (nodes,) over the states, divided by their number.
         states: how many there were.
     """
@@ -94,11 +98,12 @@ class Moments:
             self.first = rows[0].astype(np.float64)
         count = len(rows)
         part = np.empty((count + 1, rows.shape[1]))
-        np.subtract(rows, self.first, out=part[:count], dtype=np.float64, casting="unsafe")
-        mean = part[:count].mean(axis=0)
-        part[:count] -= mean
         total = self.count + count
-        part[count] = (mean - self.mean) * np.sqrt(self.count / total * count)
+        with np.errstate(over="ignore", invalid="ignore"):  # `correlation` refuses such sums
+            np.subtract(rows, self.first, out=part[:count], dtype=np.float64, casting="unsafe")
+            mean = part[:count].mean(axis=0)
+            part[:count] -= mean
+            part[count] = (mean - self.mean) * np.sqrt(self.count / total * count)
         self.mean += (mean - self.mean) * (count / total)
         self.scatter = blas.dsyrk(1.0, part.T, beta=1.0, c=self.scatter, overwrite_c=1)
         self.count = total
@@ -111,13 +116,14 @@ class Moments:
         if not np.isfinite(squares).all():
             raise ValueError("squares of the activations overflow")
         inverse = np.zeros_like(squares)
-        np.divide(1, np.sqrt(squares), out=inverse, where=squares > 0)
+        moving = squares >= LEAST
+        np.divide(1, np.sqrt(squares), out=inverse, where=moving)
         r = np.triu(self.scatter, 1)
         r *= inverse
         r *= inverse[:, None]
         np.clip(r, -1, 1, out=r)
         r += r.T  # scaled before, so that both halves are rounded alike
-        np.fill_diagonal(r, squares > 0)
+        np.fill_diagonal(r, moving)
         return Correlation(r, squares / self.count, self.count)
 
 
@@ -203,11 +209,17 @@ def _largest(size: np.ndarray, start: int, k: int) -> np.ndarray:
 
 def _blocks(activations) -> Iterator[np.ndarray]:
     """Checked chunks as float64 blocks of BLOCK states, the last of fewer."""
-    chunks = [activations] if hasattr(activations, "shape") else activations
+    whole = hasattr(activations, "shape")
+    if not whole and not isinstance(activations, Iterable):
+        raise ValueError(
+            "activations must be an array (states, coordinates) or an iterable of such chunks, got "
+            f"{type(activations).__name__}"
+        )
+    chunks: Iterable[Any] = [activations] if whole else activations
     buffer, filled = np.empty((0, 0)), 0
     for number, chunk in enumerate(chunks):
-        name = "activations" if hasattr(activations, "shape") else f"chunk {number}"
-        array = _checked(np.asarray(chunk), name)
+        name = "activations" if whole else f"chunk {number}"
+        array = _checked(chunk, name)
         if not buffer.size:
             check_width(array.shape[1])
             buffer = np.empty((BLOCK, array.shape[1]))
@@ -228,7 +240,11 @@ def _blocks(activations) -> Iterator[np.ndarray]:
         yield buffer[:filled]
 
 
-def _checked(array: np.ndarray, name: str) -> np.ndarray:
+def _checked(chunk: Any, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(chunk)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{name} must have shape (states, coordinates): {error}") from error
     dtype: Any = array.dtype
     if array.ndim != 2 or not array.shape[1]:
         raise ValueError(f"{name} must have shape (states, coordinates), got {array.shape}")

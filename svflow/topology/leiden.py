@@ -91,15 +91,16 @@ def modularity(graph: Graph, labels: Int[ArrayLike, " nodes"], *, resolution: fl
     Source: Gómez, Jensen and Arenas, Physical Review E 80, 2009; resolutions of each sign: Traag
     and Bruggeman, Physical Review E 80, 2009.
     """
-    labels = check_labels(labels, graph.nodes)
-    weight = np.abs(graph.weights).sum()
+    labels = compressed(check_labels(labels, graph.nodes))
+    weights = scaled(graph.weights)
+    weight = np.abs(weights).sum()
     if not weight:
         return 0.0
     total = 0.0
     within = same(labels, graph.edges)
     for sign in (1, -1):
-        chosen = sign * graph.weights > 0
-        sizes = np.abs(graph.weights[chosen])
+        chosen = sign * weights > 0
+        sizes = np.abs(weights[chosen])
         strength = np.bincount(
             graph.edges[chosen].ravel(), np.repeat(sizes, 2), minlength=graph.nodes
         )
@@ -149,6 +150,20 @@ def check_labels(labels: Any, nodes: int) -> np.ndarray:
     return labels.astype(np.int64)
 
 
+def compressed(labels: np.ndarray) -> np.ndarray:
+    """The same partition as 0, 1, ... in the labels' order; -1 stays. Tables of labels then fit."""
+    inside = labels >= 0
+    found = np.full(len(labels), -1)
+    found[inside] = np.unique(labels[inside], return_inverse=True)[1]
+    return found
+
+
+def scaled(weights: np.ndarray) -> np.ndarray:
+    """By a power of two, so nothing is rounded, to sizes of at most 1: squares neither overflow
+    nor vanish, and Leiden's smallest gain, which is absolute, is one of the weights' order."""
+    return np.ldexp(weights, -np.frexp(np.abs(weights).max(initial=0))[1])
+
+
 def check_seed(seed: Any) -> None:
     """Raises ValueError for what is not an integer from 0."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
@@ -178,13 +193,13 @@ def _packages():
 
 def _leiden(graph: Graph, seed: int, resolution: float) -> Sequence[int]:
     igraph, leidenalg = _packages()
-    layers = []
+    layers, weights = [], scaled(graph.weights)
     for sign in (1, -1):
-        chosen = sign * graph.weights > 0
+        chosen = sign * weights > 0
         layers.append(
             leidenalg.RBConfigurationVertexPartition(
                 igraph.Graph(n=graph.nodes, edges=graph.edges[chosen]),
-                weights=np.abs(graph.weights[chosen]).tolist(),
+                weights=np.abs(weights[chosen]).tolist(),
                 resolution_parameter=resolution if sign > 0 else 1.0,
             )
         )

@@ -85,9 +85,12 @@ def panel(
         raise ValueError(f"a panel needs a Transformer, got {type(model).__name__}")
     depth = model.flow.depth
     options.check(model.flow.width)
-    shown = sorted({0, depth // 2, depth - 1}) if shown is None else list(shown)
-    if not shown or not all(0 <= layer < depth for layer in shown):
+    layers = np.asarray(sorted({0, depth // 2, depth - 1}) if shown is None else shown)
+    whole = layers.ndim == 1 and layers.size and np.issubdtype(layers.dtype, np.integer)
+    if not whole or layers.min() < 0 or layers.max() >= depth:
         raise ValueError(f"shown must be layers of 0 .. {depth - 1}, got {shown}")
+    if isinstance(skip, bool) or not isinstance(skip, int | np.integer):
+        raise ValueError(f"skip must be an int, got {skip!r}")
     if skip < 0:
         raise ValueError(f"skip must not be negative, got {skip}")
     steps = iter(progress(range(2 * depth)))
@@ -107,8 +110,8 @@ def panel(
     return Panel(
         token=int(token) % np.size(ids),
         states=xs.shape[1],
-        shown=tuple(shown),
-        matrices=np.stack([correlation(xs[layer]).matrix for layer in shown]),
+        shown=tuple(layers.tolist()),
+        matrices=np.stack([correlation(xs[layer]).matrix for layer in layers]),
         model=found,
         untrained=other,
         noise=np.asarray(noise),

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, Int
 
 from svflow.topology.graphs import Graph
-from svflow.topology.leiden import check_labels
+from svflow.topology.leiden import check_labels, compressed, scaled
 
 
 class Signed(NamedTuple):
@@ -40,7 +40,7 @@ def participation(graph: Graph, labels: Int[ArrayLike, " nodes"]) -> Signed:
     Source: Guimerà and Amaral, Nature 433, 2005; for both signs, Rubinov and Sporns, NeuroImage 56,
     2011.
     """
-    labels = check_labels(labels, graph.nodes)
+    labels = compressed(check_labels(labels, graph.nodes))
 
     def one(k):
         total = k.sum(axis=1)
@@ -62,7 +62,7 @@ def within_module_z(graph: Graph, labels: Int[ArrayLike, " nodes"]) -> Signed:
 
     Source: Guimerà and Amaral, Nature 433, 2005.
     """
-    labels = check_labels(labels, graph.nodes)
+    labels = compressed(check_labels(labels, graph.nodes))
     inside = labels >= 0
     own = labels[inside]
     counts = np.maximum(np.bincount(own), 1)
@@ -81,11 +81,14 @@ def within_module_z(graph: Graph, labels: Int[ArrayLike, " nodes"]) -> Signed:
 
 
 def _to_communities(graph: Graph, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(nodes, communities) the weight of each node's edges to each community, for both signs."""
+    """(nodes, communities) the weight of each node's edges to each community, for both signs.
+
+    In units of a power of two, which shares and scores do not depend on.
+    """
     count = int(labels.max(initial=-1)) + 1
     here = np.concatenate([graph.edges[:, 0], graph.edges[:, 1]])
     there = labels[np.concatenate([graph.edges[:, 1], graph.edges[:, 0]])]
-    weights = np.tile(graph.weights, 2)
+    weights = np.tile(scaled(graph.weights), 2)
     found = []
     for sign in (1, -1):
         chosen = (sign * weights > 0) & (there >= 0)

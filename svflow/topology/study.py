@@ -174,8 +174,9 @@ def load_correlation(path: str | os.PathLike[str], layer: int) -> Correlation:
     """
     found = _read(path)
     layers = found.settings["layers"]
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer must be one of 0 .. {layers - 1}, got {layer}")
+    whole = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
+    if not whole or not 0 <= layer < layers:
+        raise ValueError(f"layer must be one of 0 .. {layers - 1}, got {layer!r}")
     return _moments(found.carried, layer).correlation()
 
 
