@@ -277,7 +277,9 @@ def test_what_does_not_fit_says_how_much_it_takes(monkeypatch):
     with pytest.raises(MemoryError, match=r"full Jacobian of 80 x 80 would take .* kB .* of 10 kB"):
         sv.jacobian(flow, 0, x, scope="full")
     with pytest.raises(MemoryError, match="the Jacobian of 80 x 80 and its dense solution"):
-        sv.partial_spectrum(flow, 0, x, 2)
+        sv.partial_spectrum(*make("bert")[:1], 0, x, 2)
+    with pytest.raises(MemoryError, match="80 eigenvectors of 80 coordinates"):
+        sv.partial_spectrum(flow, 0, x, 80)
     with pytest.raises(MemoryError, match="3 frozen Jacobians of 16 x 16"):
         sv.layer_jacobians(flow, sv.simulate(flow, x).xs)
 

@@ -184,13 +184,21 @@ class Recipe:
 
     def __post_init__(self):
         check_kind(self.kind, MACHINES)
+        # Python's own numbers, which JSON can hold.
+        for name in ("layers", "heads", "head_width", "out_width"):
+            object.__setattr__(self, name, positive(name, getattr(self, name)))
+        for name in ("residual", "norm", "causal"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+            object.__setattr__(self, name, bool(value))
+        hidden = positive("hidden", self.hidden) if self.hidden else 0
+        object.__setattr__(self, "hidden", hidden)
         if self.routing not in ROUTINGS:
             names = ", ".join(map(repr, ROUTINGS))
             raise ValueError(f"routing must be one of {names}, got {self.routing!r}")
         if self.routing == "residual" and not self.residual:
             raise ValueError("routing = 'residual' needs residual=True")
-        if self.hidden:
-            positive("hidden", self.hidden)
         # Whatever else does not go together is said here, without anything being drawn.
         jax.eval_shape(self.build, jax.random.key(0))
 

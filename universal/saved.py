@@ -62,7 +62,7 @@ class Saved:
         if self.path is None:
             return
         run = np.asarray(json.dumps(dict(head, settings=self.settings)))
-        replace(self.path, dict(run=run, **{name: _raw(array) for name, array in arrays.items()}))
+        replace(self.path, dict(run=run, **arrays))
 
 
 @contextlib.contextmanager
@@ -108,13 +108,8 @@ def _static(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _raw(array: np.ndarray) -> np.ndarray:
-    """What an .npz file can hold: of types that NumPy has not, such as bfloat16, the bytes."""
-    return array.view(f"V{array.dtype.itemsize}") if array.dtype.kind == "V" else array
-
-
 def typed(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array of a file, its bytes read as they were before `Saved.write`."""
+    """An array of a file. Of types that NumPy has not, such as bfloat16, a file holds bytes."""
     return array.view(dtype) if array.dtype == np.dtype(f"V{np.dtype(dtype).itemsize}") else array
 
 

@@ -214,18 +214,23 @@ def k_hop(
         ((2, 10), [5, 6])
     """
     batch, length = positive("batch", batch), positive("length", length)
-    if positive("alphabet", alphabet) < 2:
-        raise ValueError("alphabet must be at least 2: the string repeats no letter right away")
-    least, most = _hops(hops)
+    alphabet, (least, most) = _letters(alphabet), _hops(hops)
     draw = functools.partial(_k_hop, alphabet=alphabet, least=least, most=most)
     return jax.vmap(draw)(jax.random.uniform(key, (batch, length + 1), jnp.float32))
 
 
+def _letters(alphabet) -> int:
+    if positive("alphabet", alphabet) < 2:
+        raise ValueError("alphabet must be at least 2: the string repeats no letter right away")
+    return int(alphabet)
+
+
 def _hops(hops) -> tuple[int, int]:
-    numbers = isinstance(hops, tuple) and len(hops) == 2 and all(type(k) is int for k in hops)
-    if not numbers or not 0 <= hops[0] <= hops[1]:
-        raise ValueError(f"hops must be two numbers, the least and the largest k, got {hops!r}")
-    return hops
+    whole = isinstance(hops, tuple) and len(hops) == 2
+    whole = whole and all(isinstance(k, int | np.integer) and k is not True for k in hops)
+    if not whole or not 0 <= hops[0] <= hops[1]:
+        raise ValueError(f"hops must be two numbers, (the least, the largest k), got {hops!r}")
+    return int(hops[0]), int(hops[1])
 
 
 def _k_hop(shares, alphabet: int, least: int, most: int) -> Batch:
@@ -249,19 +254,27 @@ def _k_hop(shares, alphabet: int, least: int, most: int) -> Batch:
     return Batch(ids, labels, labels < alphabet)
 
 
-@functools.cache
 def dyck1_task(pairs: int = 30) -> Task:
     """`dyck1` as a task of two classes."""
-    draw = functools.partial(dyck1, pairs=positive("pairs", pairs))
+    return _dyck1_task(positive("pairs", pairs))
+
+
+@functools.cache
+def _dyck1_task(pairs: int) -> Task:
+    draw = functools.partial(dyck1, pairs=pairs)
     return Task(f"dyck1(pairs={pairs})", draw, 4, 2 * pairs + 3, 2, PAD, ("", "(", ")", "?"))
 
 
-@functools.cache
 def k_hop_task(length: int = 100, alphabet: int = 4, hops: tuple[int, int] = (0, 16)) -> Task:
     """`k_hop` as a task; with hops = (k, k) it asks a model of larger hops for one k."""
-    draw = functools.partial(k_hop, length=length, alphabet=alphabet, hops=_hops(hops))
+    return _k_hop_task(positive("length", length), _letters(alphabet), _hops(hops))
+
+
+@functools.cache
+def _k_hop_task(length: int, alphabet: int, hops: tuple[int, int]) -> Task:
+    draw = functools.partial(k_hop, length=length, alphabet=alphabet, hops=hops)
     name = f"k_hop(length={length}, alphabet={alphabet}, hops={hops})"
-    letters = map(chr, range(ord("a"), ord("a") + alphabet))
+    letters = (chr(ord("a") + n) if alphabet <= 26 else f"x{n}" for n in range(alphabet))
     symbols = (*letters, *(str(k) for k in range(hops[1] + 1)))
     vocab = len(symbols)
     return Task(name, draw, vocab, length + 1, alphabet, symbols=symbols)
@@ -269,7 +282,7 @@ def k_hop_task(length: int = 100, alphabet: int = 4, hops: tuple[int, int] = (0,
 
 def summary(task: Task, key: Array, batch: int = 10_000) -> Summary:
     """The balance of classes and the distribution of lengths, over one draw of a task."""
-    ids, labels, mask = (np.asarray(part) for part in task.draw(key, batch))
+    ids, labels, mask = (np.asarray(part) for part in task.draw(key, positive("batch", batch)))
     lengths = np.sum(ids != (-1 if task.padding is None else task.padding), axis=1)
     asked = np.sum(mask, axis=1)
     return Summary(

@@ -28,7 +28,7 @@ from svflow.flow import check_flow
 from svflow.sharding import over_data
 from universal.components import Blocks, Recipe, read_columns, reader
 from universal.devices import spread
-from universal.saved import digest, saving
+from universal.saved import DAMAGED, digest, saving, typed
 from universal.sizes import positive
 from universal.tasks import Batch, Task
 
@@ -81,18 +81,25 @@ class Settings:
     test: int = CLAIM
 
     def __post_init__(self):
+        kept: dict[str, Any] = {}  # Python's own numbers, which JSON can hold
         for name in ("steps", "batch", "every", "validation", "test"):
-            positive(name, getattr(self, name))
+            kept[name] = positive(name, getattr(self, name))
         for name in ("learning_rate", "clip", "scale"):
-            value = getattr(self, name)
+            kept[name] = value = _real(getattr(self, name))
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite, got {value!r}")
-        if not 0 <= self.warmup < self.steps:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)!r}")
+        kept["warmup"] = 0 if self.warmup == 0 else positive("warmup", self.warmup)
+        if not 0 <= kept["warmup"] < kept["steps"]:
             raise ValueError(f"warmup must be within 0 .. {self.steps - 1}, got {self.warmup!r}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+        kept["weight_decay"] = decay = _real(self.weight_decay)
+        if not (math.isfinite(decay) and decay >= 0):
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay!r}")
-        if self.stop_at is not None and not 0 < self.stop_at <= 1:
-            raise ValueError(f"stop_at must be within (0, 1], got {self.stop_at!r}")
+        if self.stop_at is not None:
+            kept["stop_at"] = share = _real(self.stop_at)
+            if not 0 < share <= 1:
+                raise ValueError(f"stop_at must be within (0, 1], got {self.stop_at!r}")
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
 
     @property
     def together(self) -> int:
@@ -168,12 +175,24 @@ class Trained(NamedTuple):
     settings: dict[str, Any]
 
 
+def _real(value: Any) -> float:
+    """As a float; nan, which no bound lets through, for what is no real number."""
+    real = isinstance(value, int | float | np.integer | np.floating)
+    return float(value) if real and not isinstance(value, bool) else math.nan
+
+
 def wilson(share: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's score interval of a share of right answers.
+
+    Raises:
+        ValueError: a share outside 0 .. 1, or a number of trials that is not positive.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
     1927.
     """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be within 0 .. 1, got {share!r}")
+    trials = positive("trials", trials)
     middle = share + z**2 / (2 * trials)
     half = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
     total = 1 + z**2 / trials
@@ -302,8 +321,12 @@ def evaluate(
         batched: whether the flow's arrays have an axis of seeds.
 
     Raises:
-        ValueError: a task that does not fit the tables, or that asks for nothing.
+        ValueError: a task that does not fit the tables, or that asks for nothing; numbers that are
+            not positive integers, or not as many seeds as programs.
     """
+    sequences, batch = positive("sequences", sequences), positive("batch", batch)
+    if len(seeds) != len(embedding.tokens):
+        raise ValueError(f"{len(seeds)} seeds for tables of {len(embedding.tokens)} programs")
     sizes = embedding.tokens.shape[-2], embedding.positions.shape[-2], embedding.unembed.shape[-1]
     for name, has, needs in zip(
         ("ids", "tokens", "classes"), sizes, (task.vocab, task.tokens, task.classes)
@@ -418,9 +441,9 @@ def train(
                 validation=np.asarray([[one.value for one in found]]),
             )
         else:
-            head, arrays = before
-            records = {name: arrays.pop(name) for name in RECORDS}
-            trained, state = _restored(arrays, (trained, state), file.path)
+            head, records, (trained, state) = _restored(
+                before, (trained, state), len(seeds), dtype, file.path
+            )
         trained, state = put((trained, state))
         pending: list[Any] = []
         steps = settings.steps if not _solved(records["validation"], settings) else 0
@@ -456,7 +479,7 @@ def train(
     return Trained(
         embedding=trained[0],
         flow=flow if trained[1] is None else trained[1],
-        test=tuple(Accuracy(*one) for one in head["test"]),
+        test=head["test"],
         seconds=head["seconds"],
         settings=file.settings,
         **records,
@@ -521,9 +544,23 @@ def _losses(pending, first: int, seeds: tuple[int, ...]) -> np.ndarray:
     return losses
 
 
-def _restored(arrays: dict[str, np.ndarray], like, path):
+def _restored(before, like, seeds: int, dtype, path):
+    """Head, `RECORDS` and the trees of a file; raises ValueError for what is not of such a run."""
+    head, arrays = before
+    try:
+        tested = head["test"] and tuple(Accuracy(*map(int, one)) for one in head["test"])
+        head = dict(seconds=float(head["seconds"]), test=tested)
+    except DAMAGED as error:
+        raise ValueError(f"{path} holds no run: {error!r}") from error
     leaves, structure = jax.tree.flatten(like)
     shapes = {f"leaf {k}": (leaf.shape, leaf.dtype) for k, leaf in enumerate(leaves)}
+    steps, made = (np.shape(arrays.get(name))[:1] for name in RECORDS[:2])
+    sizes = (*steps, seeds), made, (*made, seeds)
+    shapes |= zip(RECORDS, zip(sizes, map(np.dtype, (dtype, np.int64, np.float64))))
+    arrays = {
+        name: typed(array, shapes[name][1]) if name in shapes else array
+        for name, array in arrays.items()
+    }
     found = {name: (array.shape, array.dtype) for name, array in arrays.items()}
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
@@ -531,7 +568,12 @@ def _restored(arrays: dict[str, np.ndarray], like, path):
                 f"{path} holds a run of another shape: {name} is {found.get(name)}, not "
                 f"{shapes.get(name)}"
             )
-    return jax.tree.unflatten(structure, [jnp.asarray(arrays[name]) for name in shapes])
+    records = {name: arrays.pop(name) for name in RECORDS}
+    if not made[0] or records["evaluated"][-1] != len(records["losses"]):
+        raise ValueError(f"{path} holds no run: its last evaluation is not of its last step")
+    kept = [jnp.asarray(arrays[f"leaf {k}"]) for k in range(len(leaves))]
+    trees = jax.tree.unflatten(structure, kept)
+    return head, records, trees
 
 
 def _check(machine, task, settings, seeds) -> tuple[int, ...]:
@@ -541,10 +583,12 @@ def _check(machine, task, settings, seeds) -> tuple[int, ...]:
         raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
     if not isinstance(settings, Settings):
         raise ValueError(f"settings must be Settings, got {type(settings).__name__}")
-    numbers = [s for s in seeds if isinstance(s, int | np.integer) and 0 <= s < 2**32]
-    if not numbers or len(numbers) < len(seeds) or len(set(numbers)) < len(seeds):
+    given = list(seeds) if isinstance(seeds, Iterable) else [seeds, seeds]
+    whole = [s for s in given if isinstance(s, int | np.integer) and not isinstance(s, bool)]
+    numbers = [int(s) for s in whole if 0 <= s < 2**32]
+    if not numbers or len(numbers) < len(given) or len(set(numbers)) < len(given):
         raise ValueError(f"seeds must be different integers from 0 to 2^32 - 1, got {seeds!r}")
-    return tuple(int(s) for s in seeds)
+    return tuple(numbers)
 
 
 def _check_draw(task: Task, count: int) -> None:

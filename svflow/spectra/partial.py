@@ -45,7 +45,10 @@ class PartialSpectrum(NamedTuple):
             with the positive imaginary part first. If k cuts a pair, that one is the last value,
             and its conjugate is an eigenvalue too. nan for a value that was not found.
         vectors: (k, n) right eigenvectors, one a row, of unit length, the largest entry positive.
-        residuals: (k,) |A v - lambda v|, computed from the vectors and values returned.
+            Of a causal flow's whole layer, those of the tokens' own blocks A_ii: zero but for the
+            token whose block has the value.
+        residuals: (k,) |A v - lambda v|, computed from the vectors and values returned; with
+            A_ii in the place of A where the vector is that of a block, as in `condition`.
         condition: (k,) |y| |v| / |y^H v| with y the left eigenvector: how far lambda moves at most
             for a change of A of unit norm, to first order; of a multiple value, an upper bound.
             Infinite where it could not be computed.
@@ -93,11 +96,17 @@ def partial_spectrum(
     max_iterations: int = 100,
     seed: int = 0,
 ) -> PartialSpectrum:
-    """The k eigenvalues of largest modulus of one layer's Jacobian, without forming it.
+    """The k eigenvalues of largest modulus of one layer's Jacobian, without forming all of it.
 
     By implicitly restarted Arnoldi (ARPACK) on `jax.jvp` of the step, for the left vectors on
     `jax.vjp`; up to 256 coordinates, or for a third of the spectrum or more, by LAPACK on the
     matrix itself.
+
+    A causal layer's Jacobian A is block triangular, its spectrum the union of those of its tokens'
+    frozen blocks A_ii. There, Krylov spaces of all blocks grow together, one product of the whole
+    layer for a step of each, until they rule out with the same certainty that a block has any of
+    the k values (`svflow.spectra.screen`); the blocks that may have some are written down, and
+    solved as above.
 
     After the eigenvalues are found, a second run from a new random start, orthogonal to what was
     found, looks for larger ones that the first one missed, until there are none. That is certain up
@@ -130,7 +139,7 @@ def partial_spectrum(
         MemoryError: a third of the spectrum or more of a Jacobian that does not fit.
 
     Source: R. B. Lehoucq, D. C. Sorensen and C. Yang, "ARPACK Users' Guide", 1998; the deflated
-    second run and the condition from both invariant subspaces, derived here.
+    second run, the condition from both invariant subspaces and the union of blocks, derived here.
     """
     layer, x, token = check_state(flow, layer, _known(x), token, scope, context)
     where = (flow, np.int32(layer), x, np.int32(token), context)
@@ -634,45 +643,40 @@ def _union(A, shape, images, block, k, *, tol=None, max_iterations=100, seed=0):
         block: the operator of one token's block.
     """
     k, tol, max_iterations, rng = _settings(A, k, tol, max_iterations, seed)
+    check_memory(f"{k} eigenvectors of {A.n} coordinates", 32 * k * A.n, None)
     tokens, width = shape
     waiting, solved = set(range(tokens)), []
-    kth, size = -np.inf, 0.0
+    kth, slack, limit = -np.inf, 0.0, 0.0
 
     def solve(token):
-        nonlocal kth, size
+        nonlocal kth, slack, limit
         waiting.remove(token)
-        *found, limit, norm = _pairs(block(token), min(k, width), tol, max_iterations, rng)
-        values, vectors, *rest = found
-        padded = np.zeros((len(values), tokens, width), complex)
-        padded[:, token] = vectors
-        solved.append(((values, padded.reshape(-1, tokens * width), *rest), limit))
-        moduli = np.sort(np.concatenate([np.abs(one[0]) for one, _ in solved]))[::-1]
-        kth, size = moduli[k - 1] if len(moduli) >= k else -np.inf, max(size, norm)
+        *found, bound, size = _pairs(block(token), min(k, width), tol, max_iterations, rng)
+        solved.append((*found, np.full(len(found[0]), token)))
+        slack, limit = max(slack, tol * size / 2), max(limit, bound)
+        moduli = np.sort(np.concatenate([np.abs(values) for values, *_ in solved]))[::-1]
+        kth = moduli[k - 1] if len(moduli) >= k else -np.inf
 
     if not _is_dense(A.n, k):
+        # Beyond some hundred steps solving is cheaper.
         screen = Screen(images, shape, rng, limit=max(2, min(512, BASIS // (8 * A.n))))
         while waiting:
             screen.grow(waiting)
-            while waiting:
-                first = max(waiting, key=screen.radius)
-                if screen.radius(first) < kth + tol * size / 2 and not screen.finished(first):
-                    break
-                if screen.excludes(first, kth + tol * size / 2):
-                    waiting.remove(first)
-                else:
-                    solve(first)
-            waiting -= {i for i in waiting if screen.excludes(i, kth + tol * size / 2)}
+            for token in sorted(waiting, key=screen.radius, reverse=True):
+                if screen.excludes(token, kth + slack):
+                    waiting.remove(token)
+                elif screen.radius(token) >= kth + slack or screen.finished(token):
+                    solve(token)
     for token in sorted(waiting):
         solve(token)
-    values, vectors, residuals, condition, accurate = map(
-        np.concatenate, zip(*(one for one, _ in solved))
-    )
+    values, vectors, residuals, condition, accurate, owners = map(np.concatenate, zip(*solved))
     # Stable: the members of a pair, of equal moduli, stay together.
     order = np.argsort(-np.abs(values), kind="stable")[:k]
-    limit = max(limit for _, limit in solved)
+    whole = np.zeros((len(order), tokens, width), complex)
+    whole[np.arange(len(order)), owners[order]] = vectors[order]
     converged = accurate & (np.abs(values) >= limit)
-    fields = values, vectors, residuals, condition, converged
-    return _filled(k, *(field[order] for field in fields))
+    fields = values[order], whole.reshape(-1, A.n), residuals[order], condition[order]
+    return _filled(k, *fields, converged[order])
 
 
 def _conditions(B, Q, values, vectors, size, tol, max_iterations, rng):
