@@ -112,7 +112,7 @@ def _medium() -> Preset:
     )
     hop = (
         k_hop_task(30, 4, (0, 2)),
-        Settings(steps=6000, batch=64, learning_rate=1e-2, warmup=200, every=500),
+        Settings(steps=12_000, batch=64, learning_rate=1e-2, warmup=200, every=500),
         Recipe("sparse", 3, 2, 8, 8),
     )
     return Preset(_table(dyck, hop, 256), 2)
