@@ -15,54 +15,24 @@ third of the time of its default, 8.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import svflow as sv
 from benchmarks import models
+from benchmarks.forward import states
 from benchmarks.rows import GGUF, Case, Peer, row
-from svflow.models.transformer import _Frozen, token_positions
 
 SKIP = 16
 """First tokens that are left out, as there by default."""
 
 
-def rows_map(flow, layer, x, first: int):
-    """A causal layer as a map of the tokens from `first` on, the earlier ones' states fixed."""
-    tokens = x.shape[0]
-    index, part = flow._time(layer)
-    _, key, value = flow._project(index, part, x[:first], None)
-    fixed: Any = _Frozen(
-        positions=token_positions(tokens, None)[first:],
-        allowed=flow._allowed(index, tokens, None)[first:],
-        key=key,
-        value=value,
-    )
-    return lambda rows: flow.step(layer, rows, fixed)
-
-
-@functools.partial(jax.jit, static_argnames="first")
 def averaged(net, ids, *, first: int):
     """(layers - 1, width, width): J_1 .. J_{L-1} as above."""
-    flow = net.flow
     with jax.default_matmul_precision("highest"):
-        xs = sv.simulate(flow, net.embed(ids[:-1])).xs
-        rows = xs.shape[1] - first
-        one = jnp.eye(flow.width, dtype=xs.dtype)
-
-        def back(C, layer_and_state):
-            layer, x = layer_and_state
-            _, pull = jax.vjp(rows_map(flow, layer, x, first), x[first:])
-            C = jax.vmap(lambda c: pull(c)[0])(C)
-            return C, jnp.mean(C, axis=1)
-
-        start = jnp.broadcast_to(one[:, None], (flow.width, rows, flow.width))
-        layers = jnp.arange(1, flow.depth, dtype=jnp.int32)
-        return jax.lax.scan(back, start, (layers, xs[1:-1]), reverse=True)[1]
+        xs = states(net, ids[:-1])
+    return sv.spectra.averaged_jacobians(net.flow, xs, first=first)[1:]
 
 
 def case(source, tokens, first, together) -> Case:

@@ -127,9 +127,7 @@ def _run(arguments: argparse.Namespace) -> None:
             docs.append(_document(model, ids, arguments, name=_name(given), **said))
             if arguments.untrained:
                 untrained, name = initialisation(jax.random.key(1), model), _name(given)
-                docs.append(
-                    _document(untrained, ids, arguments, name=f"{name}, untrained", **said)
-                )
+                docs.append(_document(untrained, ids, arguments, name=f"{name}, untrained", **said))
         light, dark = page.pictures(docs, "light"), page.pictures(docs, "dark")
         for place, drawn in zip(("", ".2"), light):
             for key, png in drawn.items():

@@ -151,9 +151,10 @@ class Flow(nnx.Module):
 
     def frozen(
         self, layer, x: Float[Array, "tokens width"], token, context: Context | None = None
-    ) -> Callable[[Float[Array, " width"]], Float[Array, " width"]]:
+    ) -> Callable[[Float[Array, "*rows width"]], Float[Array, "*rows width"]]:
         """The discrete layer as a map of one token's state, the others' states before it fixed.
 
-        What the other tokens contribute may be computed once, here.
+        `token` may also be the (rows,) places of several, each once: a map of their states
+        together. What the other tokens contribute may be computed once, here.
         """
         return lambda row: self.step(layer, x.at[token].set(row), context)[token]

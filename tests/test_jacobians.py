@@ -175,6 +175,36 @@ def test_the_product_over_layers_is_the_derivative_of_simulate():
     close(product, whole.reshape(size, size))
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_averages_to_the_end_are_those_of_the_product_over_layers(first):
+    flow, x = make("gemma2")
+    context = sv.Context(mask=jnp.arange(len(x)) != 1)
+    xs = sv.simulate(flow, x, context=context).xs
+    found = sv.spectra.averaged_jacobians(flow, xs, first=first, context=context)
+    product = np.eye(x.size)
+    full = np.asarray(sv.layer_jacobians(flow, xs, scope="full", context=context))
+    for layer in reversed(range(flow.depth)):
+        product = product @ full[layer].reshape(x.size, x.size)
+        summed = product.reshape(*x.shape, *x.shape)[first:, :, first:].sum(axis=(0, 2))
+        close(found[layer], summed / (len(x) - first), 1e-11)
+
+
+def test_bad_input_to_the_averages_is_named():
+    flow, x = make("llama")
+    xs = sv.simulate(flow, x).xs
+    averaged = sv.spectra.averaged_jacobians
+    for message, given in {
+        "is not causal": (make("bert")[0], xs),
+        "xs must be the 4 states": (flow, xs[:-1]),
+        "state before layer 1 is not finite": (flow, xs.at[1].set(jnp.nan)),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            averaged(*given)
+    for first, message in ((5, "first must be from 0 to 4, got 5"), (1.5, "must be an integer")):
+        with pytest.raises(ValueError, match=message):
+            averaged(flow, xs, first=first)
+
+
 def test_a_narrow_flow_is_differentiated_in_float32():
     flow, x = make("llama", "bfloat16")
     J = sv.jacobian(flow, LAYER, x)
@@ -280,6 +310,8 @@ def test_what_does_not_fit_says_how_much_it_takes(monkeypatch):
         sv.partial_spectrum(*make("bert")[:1], 0, x, 2)
     with pytest.raises(MemoryError, match="80 eigenvectors of 80 coordinates"):
         sv.partial_spectrum(flow, 0, x, 80)
+    with pytest.raises(MemoryError, match="16 cotangents of 5 tokens"):
+        sv.spectra.averaged_jacobians(flow, sv.simulate(flow, x).xs)
     with pytest.raises(MemoryError, match="3 frozen Jacobians of 16 x 16"):
         sv.layer_jacobians(flow, sv.simulate(flow, x).xs)
 

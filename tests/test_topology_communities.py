@@ -141,6 +141,32 @@ def test_no_edges_and_one_sign():
     assert np.isnan(topology.communities(graph, 0, runs=1).stability)
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-30, 1e300])
+def test_the_unit_of_the_weights_does_not_matter(unit, seed):
+    """Whose squares vanish or overflow; and sums below Leiden's smallest gain, which is absolute"""
+    graph, labels = block_graph(seed)
+    other = graph._replace(weights=graph.weights * unit)
+    expected, found = (topology.communities(one, seed, runs=2) for one in (graph, other))
+    assert topology.adjusted_rand_index(expected.labels, labels) > 0.9
+    np.testing.assert_array_equal(found.labels, expected.labels)
+    np.testing.assert_allclose(found.modularity, expected.modularity, rtol=1e-12)
+    for function in (topology.participation, topology.within_module_z):
+        for a, b in zip(function(other, labels), function(graph, labels)):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_labels_are_names(seed):
+    """Any integers from 0: no table as long as the largest is made."""
+    graph, labels = block_graph(seed)
+    names = np.array([7, 10**15, 0, 3 * 10**12])[labels]
+    np.testing.assert_allclose(
+        topology.modularity(graph, names), topology.modularity(graph, labels), rtol=1e-13
+    )
+    for function in (topology.participation, topology.within_module_z):
+        for a, b in zip(function(graph, names), function(graph, labels)):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
 def test_adjusted_rand_index():
     """Against the count of pairs; and the levels that it is made for."""
     a, b = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 2, 2])

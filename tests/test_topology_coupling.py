@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from scipy.stats import kstest, rankdata, spearmanr
@@ -131,6 +132,32 @@ def test_the_statistic_is_its_definition(seed):
     np.testing.assert_array_equal(again.partial.p_value, found.partial.p_value)
 
 
+def test_p_counts_arrangements_that_are_projected_again(seed):
+    """Against dense projections of the arrangements that the seed draws, one by one."""
+    random = np.random.default_rng(seed)
+    graph, labels = noise_graph(random, width=40)
+    d, count = graph.nodes, labels.max() + 1
+    J, weights = random.normal(size=(d, d)), random.normal(size=(9, d))
+    found = topology.coupling(J, graph, labels, norm_weights=weights, permutations=99, seed=seed)
+    Z = np.vstack([np.ones(d), rankdata(np.abs(weights), axis=1), rankdata(graph.variance)])
+    out = np.eye(d) - Z.T @ np.linalg.pinv(Z.T)
+    order = np.random.default_rng([seed, 0]).permuted(np.tile(np.arange(d), (100, 1)), axis=1)
+    order[0] = np.arange(d)
+    gain, role = (J**2).sum(0), topology.participation(graph, labels).positive
+    left = out @ rankdata(gain)
+    pairs = (
+        (found.raw, role, gain[order]),
+        (found.partial, out @ rankdata(role), left[order] @ out),
+    )
+    for tested, x, moved in pairs:
+        means = [[v[labels == c].mean() for c in range(count)] for v in (x, *moved)]
+        rho = np.array([spearmanr(means[0], one).statistic for one in means[1:]])
+        distance = np.abs(rho - rho.mean())
+        np.testing.assert_allclose(tested.chance[0, 0, 0], rho.mean(), rtol=0, atol=1e-12)
+        expected = (distance >= distance[0] - 1e-9).mean()
+        np.testing.assert_allclose(tested.p_value[0, 0, 0], expected, rtol=1e-12)
+
+
 def test_a_planted_coupling_is_found_with_its_sign():
     """Gain of columns grows with the community's participation, that of rows falls."""
     random = np.random.default_rng(0)
@@ -190,6 +217,17 @@ def test_squared_gains(seed):
     np.testing.assert_allclose(update[:2], 1e-8, rtol=1e-6)  # nothing cancels
 
 
+def test_float64_is_kept_where_jax_has_float32_only():
+    R = 1e-9 * np.random.default_rng(0).normal(size=(6, 6))
+    with jax.enable_x64(False):
+        found = topology.squared_gains(np.eye(6) + R)
+    np.testing.assert_allclose(found[2], (R**2).sum(0), rtol=1e-6)
+    graph = topology.Graph(np.array([[0, 1], [2, 3]]), np.ones(2), np.ones(6), 9)
+    with jax.enable_x64(False):
+        gain = topology.coupling(np.eye(6) + R, graph, np.arange(6), permutations=1).gain
+    np.testing.assert_allclose(gain[0][2], np.sqrt((R**2).sum(0)), rtol=1e-6)
+
+
 def test_degenerate_ones_have_p_one():
     """No communities, one, gains that are all the same, participation that is all the same."""
     random = np.random.default_rng(0)
@@ -229,6 +267,9 @@ def test_nodes_in_no_community_are_left_out():
     [
         (dict(J=np.ones((3, 4))), "J must be square matrices"),
         (dict(J=np.full((4, 4), np.nan)), r"J\[0\] is not finite"),
+        (dict(J=1e200 * np.eye(4)), "squares of the Jacobians' entries overflow"),
+        (dict(J=np.ones((0, 4, 4)), labels=np.ones((0, 4), int)), "at least one layer, got none"),
+        (dict(norm_weights=np.ones((1, 4), complex)), "must be real numbers, got complex128"),
         (dict(J=np.ones((5, 5))), r"1 layers of width 5 need as many graphs, got \[4\] nodes"),
         (dict(J=np.ones((2, 4, 4))), r"2 layers of width 4 need as many graphs, got \[4\] nodes"),
         (dict(labels=[0, 1]), r"labels must have shape \(1, 4\), got \(1, 2\)"),

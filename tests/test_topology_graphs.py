@@ -104,6 +104,13 @@ def test_constant_and_duplicate_coordinates(seed):
     assert np.nonzero(built.isolated)[0].tolist() == [3]
     every = topology.graph(np.ones((9, 4)), 2)
     assert (len(every.edges), every.isolated.all()) == (0, True)
+    # Squares of its deviations would be denormal: it counts as constant, the others are exact.
+    tiny = x * np.where(np.arange(12) == 8, 1e-155, 1e-140)
+    expected = np.corrcoef(np.delete(x, (3, 8), axis=1).T)
+    matrix = topology.correlation(tiny).matrix
+    assert not matrix[[3, 8]].any()
+    left = np.delete(np.delete(matrix, (3, 8), axis=0), (3, 8), axis=1)
+    np.testing.assert_allclose(left, expected, rtol=0, atol=1e-12)
     # A coordinate that moves by the last bit is not constant.
     x[7, 3] = np.nextafter(0.1, 1)
     assert topology.correlation(x).matrix[3, 3] == 1
@@ -128,6 +135,9 @@ def test_two_states_are_all_correlated():
         (np.array([[1.0, np.nan], [0, 1]]), "activations is not finite"),
         ([np.eye(2), np.array([[1, np.inf]])], "chunk 1 is not finite"),
         (np.array([[1e200, 0], [-1e200, 1]]), "squares of the activations overflow"),
+        (np.array([[1.7e308, 0], [-1.7e308, 1]]), "squares of the activations overflow"),
+        (None, "activations must be an array .* got NoneType"),
+        ([[[1.0, 2], [3]]], r"chunk 0 must have shape \(states, coordinates\): "),
     ],
 )
 def test_bad_activations_are_named(activations, message):

@@ -91,6 +91,8 @@ def test_it_holds_what_the_direct_calls_give(model, whole):
     np.testing.assert_array_equal(study.topology.labels, labels)
     with pytest.raises(ValueError, match=r"layer must be one of 0 \.\. 2, got 3"):
         topology.load_correlation(path, 3)
+    with pytest.raises(ValueError, match=r"layer must be one of 0 \.\. 2, got 0\.5"):
+        topology.load_correlation(path, 0.5)
     # The root mean square over sequences is the gain of their Jacobians one below the other.
     last = [np.linalg.norm(J[:, 2][..., labels[2] == c]) for c in range(labels[2].max() + 1)]
     sizes = np.bincount(labels[2])
@@ -136,6 +138,12 @@ def test_other_options_need_no_jacobians(whole, monkeypatch):
     assert other.options.k == 5
     assert len(other.topology.graphs[0].edges) > len(study.topology.graphs[0].edges)
     np.testing.assert_array_equal(other.gain, study.gain)
+
+
+def test_options_take_numpy_integers():
+    topology.Options(k=np.int64(3), seed=np.int64(1), runs=np.int64(2)).check(16)
+    with pytest.raises(ValueError, match=r"k must be one of 1 \.\. 15"):
+        topology.Options(k=np.int64(16)).check(16)
 
 
 def test_the_first_token_is_left_out_or_not(model, tmp_path):
@@ -312,7 +320,10 @@ def test_what_a_panel_refuses(model):
         (dict(ids=[1, 2, 3, 99]), "id 99 is outside the vocabulary"),
         (dict(shown=[3]), r"shown must be layers of 0 \.\. 2, got \[3\]"),
         (dict(shown=[]), "shown must be layers"),
+        (dict(shown=[0.5]), "shown must be layers"),
+        (dict(shown=1), "shown must be layers"),
         (dict(skip=-1), "skip must not be negative"),
+        (dict(skip=0.5), "skip must be an int, got 0.5"),
         (dict(options=OPTIONS._replace(k=0)), r"k must be one of 1 \.\. 15"),
     ):
         given = dict(model=model, ids=[1, 2, 3, 4], options=OPTIONS) | change

@@ -47,6 +47,14 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     assert command.main(given) == 0  # nothing is left to do
     assert capsys.readouterr().out == first
     assert (tmp_path / "new" / "results.json").read_bytes() == before
+    # Another cell joins the table, in the preset's order.
+    assert command.main([*given[:3], "dyck-1-random", *given[4:]]) == 0
+    both = json.loads((tmp_path / "new" / "results.json").read_text())["cells"]
+    assert [one["machine"] for one in both] == ["sparse", "random"]
+    assert both[0] == cell
+    assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 0
+    again = json.loads((tmp_path / "new" / "results.json").read_text())["cells"]
+    assert again == both
     assert command.main([*given, "--seeds", "3"]) == 2
     assert "dyck-1-sparse-attention: " in (error := capsys.readouterr().err)
     assert "seeds = [0, 1], not [0, 1, 2]" in error
@@ -162,6 +170,10 @@ def test_pictures_show_their_arrays():
         line = next(line for line in axes.lines if line.get_label() == "sparse")
         np.testing.assert_allclose(line.get_ydata(), 100 * values.mean(axis=1))
         assert np.array_equal(line.get_xdata(), steps)
+        few = Figure().add_subplot()
+        accuracy_over_steps(few, {"a": (steps[:2] // 10, values[:2])}, theme="dark", title="")
+        for one in (axes, few):  # there is no half of a step
+            assert (one.get_xticks() % 1 == 0).all()
         assert {text.get_text() for text in axes.get_legend().texts} == {"sparse", "guess"}
         axes = Figure().add_subplot()
         singular_values(axes, {"random": np.asarray([4.0, 2.0, 1.0])}, theme="dark")

@@ -111,6 +111,12 @@ def test_generators_are_pure_functions_of_the_key():
         assert not np.array_equal(first.ids, other.ids)
     assert ut.dyck1_task(4) is ut.dyck1_task(4)  # so that nothing compiles twice
     assert ut.k_hop_task(9, 2, (0, 3)) is ut.k_hop_task(9, 2, (0, 3))
+    assert ut.k_hop_task(np.int64(9), 2, (0, np.int64(3))) is ut.k_hop_task(
+        9, hops=(0, 3), alphabet=2
+    )
+    many = ut.k_hop_task(9, 30, (0, 3)).symbols  # more than there are letters
+    assert len(set(many)) == 34
+    assert all(name.isalnum() for name in many)
 
 
 def test_summaries_count():
@@ -138,6 +144,13 @@ def test_summaries_count():
         (lambda key: ut.k_hop(key, 2, hops=(3, 1)), r"hops must be two numbers.*got \(3, 1\)"),
         (lambda key: ut.k_hop_task(hops=(-1, 1)), "hops must be two numbers"),
         (lambda key: ut.dyck1_task(-1), "pairs must be a positive integer, got -1"),
+        # Named when the task is made, not when a run first draws from it.
+        (lambda key: ut.k_hop_task(0), "length must be a positive integer, got 0"),
+        (lambda key: ut.k_hop_task(5, 1), "alphabet must be at least 2"),
+        (lambda key: ut.k_hop_task(5, 0.5), "alphabet must be a positive integer, got 0.5"),
+        (lambda key: ut.k_hop_task(5, 3, [0, 1]), r"hops must be two numbers.*got \[0, 1\]"),
+        (lambda key: ut.k_hop_task(5, 3, (0, True)), "hops must be two numbers"),
+        (lambda key: ut.summary(ut.dyck1_task(2), key, 0), "batch must be a positive integer"),
     ],
 )
 def test_wrong_numbers_are_refused(make, message):

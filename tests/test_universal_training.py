@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import json
 import math
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from universal_cases import formula, relative
 
 import svflow as sv
 import universal as ut
-from universal import training
+from universal import saved, training
 from universal.components import read_columns
 
 RECIPE = ut.Recipe("random", 2, 2, 3, 2, residual=True, norm=True, hidden=7)
@@ -184,6 +186,12 @@ def test_frozen_weights_stay_and_the_rest_is_trained(whole):
     assert (np.diff(whole.losses, axis=1) != 0).all()  # the seeds are different runs
 
 
+def without(head, name):
+    kept = json.loads(str(head))
+    del kept[name]
+    return np.asarray(json.dumps(kept))
+
+
 def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path):
     class Killed(Exception):
         pass
@@ -225,8 +233,21 @@ def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path)
         ut.train(other, TASK, SETTINGS, seeds=SEEDS, out=out)
     with np.load(out) as file:
         arrays = dict(file)
-    np.savez(out, **arrays | {"leaf 0": arrays["leaf 0"][:, 1:]})
-    with pytest.raises(ValueError, match=r"another shape: leaf 0 is \(\(2, 4, "):
+    for change, message in (
+        ({"leaf 0": arrays["leaf 0"][:, 1:]}, r"another shape: leaf 0 is \(\(2, 4, "),
+        (dict(losses=arrays["losses"][:, :1]), r"another shape: losses is \(\(6, 1\)"),
+        (dict(validation=arrays["validation"][1:]), r"another shape: validation is \(\(2, 2\)"),
+        (dict(losses=arrays["losses"][:5]), "its last evaluation is not of its last step"),
+        (dict(run=np.asarray('"text"')), "holds no run"),
+        (dict(run=np.asarray('{"settings": 1}')), "holds no run"),
+        (dict(run=without(arrays["run"], "test")), "holds no run: KeyError"),
+        (dict(run=without(arrays["run"], "seconds")), "holds no run: KeyError"),
+    ):
+        np.savez(out, **arrays | change)
+        with pytest.raises(ValueError, match=message):
+            run(out=out)
+    np.savez(out, **{name: array for name, array in arrays.items() if name != "evaluated"})
+    with pytest.raises(ValueError, match="another shape: evaluated is None"):
         run(out=out)
     out.write_bytes(b"no file")
     with pytest.raises(ValueError, match="holds no run"):
@@ -238,6 +259,15 @@ def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path)
 def test_steps_go_together_as_far_as_evaluations_allow():
     for steps, every, together in ((4000, 200, 20), (6, 4, 2), (97, 97, 1), (100, 30, 10)):
         assert ut.Settings(steps=steps, every=every, warmup=0).together == together
+
+
+def test_no_evaluation_is_lost_by_steps_that_go_together():
+    random = np.random.default_rng(0)
+    for steps, every in random.integers(1, 300, (200, 2)):
+        together = ut.Settings(steps=steps, every=every, warmup=0).together
+        done = np.arange(together, steps + together, together)
+        assert done[-1] == steps
+        assert {*range(every, steps, every)} <= {*done.tolist()}
 
 
 def test_an_accuracy_counts_fresh_sequences(whole):
@@ -276,6 +306,10 @@ def test_wilson_is_the_interval_of_the_score():
 
 
 LINEAR = LinearFlow(np.eye(2)[None])
+TABLES = ut.Embedding(*(np.zeros((1, 9, 9)) for _ in range(3)))
+SHORT = ut.Settings(
+    steps=4, batch=4, warmup=0, every=2, validation=4, test=4, learning_rate=0.25, stop_at=None
+)
 QUICK = ut.Settings(steps=60, batch=4, warmup=0, every=4, validation=8, test=8, learning_rate=0.2)
 
 
@@ -302,6 +336,72 @@ def test_any_flow_serves_and_what_is_solved_stops():
     assert all(one.value == 1 for one in found.test)
 
 
+def test_a_narrow_flow_is_continued(tmp_path):
+    """Of bfloat16, which an .npz file holds as bytes."""
+    flow = LinearFlow(jnp.eye(2, dtype=jnp.bfloat16)[None])
+    whole = ut.train(flow, custom("copy"), SHORT)
+
+    def one(range_):
+        for step in range_:
+            if step:
+                raise KeyboardInterrupt
+            yield step
+
+    out = tmp_path / "run.npz"
+    with pytest.raises(KeyboardInterrupt):
+        ut.train(flow, custom("copy"), SHORT, out=out, progress=one)
+    for _ in range(2):  # what was left, and then nothing
+        found = ut.train(flow, custom("copy"), SHORT, out=out)
+        assert same(found, whole)
+        assert found.losses.dtype == found.embedding.tokens.dtype == jnp.bfloat16
+
+
+def test_a_flow_is_told_from_another_by_what_is_static(tmp_path):
+    """Routings and switches are no arrays: machines without any would all be the same."""
+    recipe = ut.Recipe("sparse", 2, 1, 2, 2)
+    others = [
+        ut.Recipe("sparse", 2, 1, 2, 2, **change)
+        for change in (
+            dict(causal=False),
+            dict(residual=True),
+            dict(norm=True),
+            dict(routing="single"),
+        )
+    ]
+    flow, *flows = (one.build(jax.random.key(0)) for one in (recipe, *others))
+    assert jax.tree.leaves(flow) == []
+    assert {one.width for one in (flow, *flows)} == {10}
+    digests = [saved.digest(one) for one in (flow, *flows, recipe.build(jax.random.key(1)))]
+    assert digests[0] == digests[-1]
+    assert len({one["static"] for one in digests}) == 5
+    # No address and no hash, which differ from process to process.
+    kept = [object(), object()]
+    assert saved._static(kept[0]) == saved._static(kept[1])
+    routing = flow.attention.value
+    text = saved._static(jax.tree.structure(flow))
+    assert routing.sources.tobytes().hex() in text
+    assert str(hash(routing)) not in text
+    task, out = ut.dyck1_task(2), tmp_path / "run.npz"
+    ut.train(flow, task, SHORT, out=out)
+    with pytest.raises(ValueError, match=r"made with machine\.static = "):
+        ut.train(flows[0], task, SHORT, out=out)
+
+
+def test_numpy_numbers_are_numbers(tmp_path):
+    """They go into a file's JSON."""
+    given = {
+        name: np.asarray(value)[()] for name, value in asdict(SHORT).items() if value is not None
+    }
+    settings = ut.Settings(**given)
+    assert settings.learning_rate == 0.25
+    assert settings == ut.Settings(**given | dict(learning_rate=np.float32(0.25)))
+    assert json.dumps(asdict(settings)) == json.dumps(asdict(SHORT) | dict(stop_at=1.0))
+    recipe = ut.Recipe("sparse", *map(np.int64, (2, 1, 2, 2)), norm=np.bool_(True))
+    assert json.dumps(asdict(recipe)) == json.dumps(
+        asdict(ut.Recipe("sparse", 2, 1, 2, 2, norm=True))
+    )
+
+
 def test_what_goes_wrong_says_so(tmp_path):
     for task, message in (
         (custom("none", asked=False), "none asks for no token: all masks are empty"),
@@ -326,6 +426,17 @@ def test_what_goes_wrong_says_so(tmp_path):
         (lambda: ut.train(RECIPE, TASK, seeds=()), "seeds must be different integers"),
         (lambda: ut.train(RECIPE, TASK, seeds=(1, 1)), "seeds must be different integers"),
         (lambda: ut.train(RECIPE, TASK, seeds=(-1,)), "seeds must be different integers"),
+        (lambda: ut.train(RECIPE, TASK, seeds=3), "seeds must be different integers.*got 3"),
+        (lambda: ut.train(RECIPE, TASK, seeds=(True,)), "seeds must be different integers"),
+        (lambda: ut.evaluate(TABLES, LINEAR, TASK, (0, 1)), "2 seeds for tables of 1 programs"),
+        (lambda: ut.evaluate(TABLES, LINEAR, TASK, (0,), sequences=0), "sequences must be a pos"),
+        (lambda: ut.evaluate(TABLES, LINEAR, TASK, (0,), batch=0), "batch must be a positive"),
+        (lambda: ut.wilson(0.5, 0), "trials must be a positive integer, got 0"),
+        (lambda: ut.wilson(1.5, 9), r"share must be within 0 \.\. 1, got 1\.5"),
+        (lambda: ut.Settings(learning_rate="a"), "learning_rate must be positive.*got 'a'"),
+        (lambda: ut.Settings(clip=True), "clip must be positive and finite, got True"),
+        (lambda: ut.Settings(warmup=0.5), "warmup must be a positive integer, got 0.5"),
+        (lambda: ut.Recipe("sparse", 1, 1, 1, 1, norm="no"), "norm must be True or False"),
         (lambda: ut.Settings(steps=0), "steps must be a positive integer, got 0"),
         (lambda: ut.Settings(steps=5, warmup=5), r"warmup must be within 0 \.\. 4, got 5"),
         (lambda: ut.Settings(learning_rate=math.nan), "learning_rate must be positive"),

@@ -90,8 +90,11 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         command=shlex.join(["python", "-m", "universal", *given]),
         jax=jax.__version__,
         device=jax.devices()[0].device_kind,
-        cells=[],
+        cells=_kept(
+            arguments.out / "results.json", arguments.preset, {cell.name for cell in cells}
+        ),
     )
+    order = [cell.name for cell in preset.cells]
     found: list[tuple[Cell, Trained]] = []
     for cell in cells:
         bar = functools.partial(tqdm, desc=cell.name, delay=2, leave=False, disable=None)
@@ -103,17 +106,32 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         except (ValueError, FloatingPointError) as error:
             raise type(error)(f"{cell.name}: {error}") from error
         found.append((cell, learnt))
-        doc["cells"].append(entry(cell, learnt))
+        doc["cells"] = sorted(
+            [*doc["cells"], entry(cell, learnt)], key=lambda one: order.index(one["name"])
+        )
         _replace(arguments.out / "results.json", (json.dumps(doc, indent=1) + "\n").encode())
     drawn = pictures(found, arguments.out)
     print(table(doc))
     print(f"\n{arguments.out / 'results.json'}, a file of each cell, {', '.join(drawn)}")
 
 
+def _kept(path: Path, preset: str, again: set[str]) -> list[dict[str, Any]]:
+    """The cells of an earlier run of the same preset, but for those that are run again."""
+    if not path.exists():
+        return []
+    try:
+        doc = json.loads(path.read_text())
+        cells = [cell for cell in doc["cells"] if cell["name"] not in again]
+        return cells if doc["preset"] == preset else []
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no table of this command: {error}") from error
+
+
 def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
     """What JSON keeps of a cell."""
     shares = np.asarray([one.value for one in learnt.test])
     return dict(
+        name=cell.name,
         task=cell.task,
         components=cell.components,
         machine=cell.machine,

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from svflow.plotting import COLOURS, MARKERS, PLAIN, THEMES, WIDE
 
@@ -45,6 +45,7 @@ def accuracy_over_steps(
         axes.axhline(100 * chance, color=tone["pale"], lw=1.2, ls=(0, (1, 1)), label="guess")
     axes.set_ylim(0, 100)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_xlabel("steps")
     axes.set_ylabel("accuracy (%)")
     axes.set_title(title)
@@ -78,6 +79,7 @@ def singular_values(
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(PLAIN)
     axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     axes.set_xlabel("number")
     axes.set_ylabel(r"$\sigma_i\,/\,\sigma_1$")
     axes.set_title(title)

@@ -151,13 +151,16 @@ class TransformerFlow(Flow):
     def frozen(self, layer, x, token, context=None):
         index, part = self._time(layer)
         _, key, value = self._project(index, part, x, context)
-        allowed = self._allowed(index, x.shape[0], context)[token].at[token].set(False)
+        rows = jnp.atleast_1d(token)
+        allowed = self._allowed(index, x.shape[0], context)[rows]
         fixed: Any = _Frozen(
-            positions=token_positions(x.shape[0], context)[token][None],
-            allowed=jnp.append(allowed, True)[None],
+            positions=token_positions(x.shape[0], context)[rows],
+            allowed=jnp.concatenate([allowed.at[:, rows].set(False), allowed[:, rows]], axis=1),
             key=key,
             value=value,
         )
+        if jnp.ndim(token):
+            return lambda moved: self.step(layer, moved, fixed)
         return lambda row: self.step(layer, row[None], fixed)[0]
 
     def _attention(self, index, part, x, context):

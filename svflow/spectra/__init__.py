@@ -1,7 +1,7 @@
 """Local linear dynamics: the Jacobians of layers, their spectra, and their products over depth.
 
 - Jacobians J[i, j] = dy_i / dx_j in three scopes: `jacobian` of one layer, `layer_jacobians` along
-  a trajectory.
+  a trajectory; from each layer to the end, averaged over tokens, `averaged_jacobians`.
 - Spectra: `eigvals` and what computes them, `backend`; the `principal` eigenpair (`Principal`);
   twelve `measures` (`Measures`) with what noise gives for each; of all tokens to all,
   `causal_spectrum` and `full_spectrum`.
@@ -19,6 +19,7 @@ derived here.
 """
 
 from svflow.spectra import controls
+from svflow.spectra.averages import averaged_jacobians
 from svflow.spectra.causal import causal_spectrum, full_spectrum
 from svflow.spectra.eigenvalues import Principal, backend, eigvals, principal
 from svflow.spectra.jacobians import jacobian, layer_jacobians
@@ -43,6 +44,7 @@ __all__ = [
     "Principal",
     "SchurParts",
     "Study",
+    "averaged_jacobians",
     "backend",
     "causal_spectrum",
     "controls",

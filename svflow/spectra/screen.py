@@ -78,13 +78,12 @@ class Screen:
         images = self.apply(q) - q
         for i in which:
             Q, v = self.basis[i, : m + 1], images[i]
-            before = np.linalg.norm(v)
-            after = before
+            before = after = float(np.linalg.norm(v))
             for _ in range(2):
                 share = Q @ v
                 v = v - share @ Q
                 self.hessenberg[i, : m + 1, m] += share
-                last, after = after, np.linalg.norm(v)
+                last, after = after, float(np.linalg.norm(v))
                 if after > 0.7 * last:  # nothing cancelled: it is orthogonal
                     break
             self.hessenberg[i, m + 1, m] = after
