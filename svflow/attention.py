@@ -100,7 +100,8 @@ def query_chunk(tokens: int, heads: int, queries: int | None = None) -> int:
     queries = tokens if queries is None else queries
     if heads * queries * tokens <= SCORES:
         return queries
-    return max(1, min(1024, queries, SCORES // tokens))
+    chunk = max(1, min(1024, SCORES // tokens))
+    return chunk - 1 if chunk == queries > 1 else chunk  # all queries would be those of all heads
 
 
 def attend(

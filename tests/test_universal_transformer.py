@@ -102,6 +102,9 @@ def test_a_long_sequence_goes_in_chunks(monkeypatch, hardmax):
     whole = fast(lambda x: layer(x))(x)
     monkeypatch.setattr(attention, "SCORES", 60)
     assert attention.query_chunk(7, 2) // 2 == 4
+    monkeypatch.setattr(attention, "SCORES", 49)  # one head's queries, and not those of both
+    assert attention.query_chunk(7, 2) == 6
+    monkeypatch.setattr(attention, "SCORES", 60)
     lowered = jax.jit(lambda x: layer(x))
     assert "4x14x" in lowered.lower(x).as_text()  # four rows of both heads' weights at a time
     for a, b in zip(fast(lambda x: layer(x))(x), whole):
