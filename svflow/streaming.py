@@ -40,9 +40,9 @@ from svflow.models.loading import (
     Opened,
     blocks_of,
     flatten,
-    narrowed,
     opened,
     parameter_bytes,
+    parts_of,
 )
 from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.simulate import Trajectory, simulate
@@ -191,7 +191,7 @@ class StreamedTransformer:
         leaves = {path: nothing for path in found.shapes}
         for name, rule, _ in found.plan:
             if any(map(keep, rule.ours)):
-                for path, part in zip(rule.ours, self._read(name, rule)):
+                for path, part in parts_of(found, name, rule):
                     leaves[path] = jnp.asarray(part)
         return jax.tree.unflatten(found.treedef, leaves.values())
 
@@ -208,14 +208,9 @@ class StreamedTransformer:
         shapes, treedef = _layer_shapes(config, self._found.dtype)
         leaves = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
         for name, rule, index in sources[block]:
-            for path, part in zip(rule.ours, self._read(name, rule)):
+            for path, part in parts_of(self._found, name, rule):
                 leaves[path.removeprefix("flow.")][index] = part
         return jax.tree.unflatten(treedef, [jnp.asarray(leaves.pop(path)) for path in shapes])
-
-    def _read(self, name: str, rule: Rule) -> list[np.ndarray]:
-        found = self._found
-        parts = rule.split(found.checkpoint.read(name), found.config)
-        return [narrowed(np.asarray(part), found.dtype, name) for part in parts]
 
 
 def _embeds(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import json
 import os
 import shlex
@@ -225,9 +226,9 @@ def pictures(found: Sequence[tuple[Cell, Trained]], folder: Path) -> list[str]:
 
 
 def _save(figure: Figure, path: Path) -> str:
-    scratch = path.with_name(f".{path.name}.writing")
-    figure.savefig(scratch, format="png")
-    os.replace(scratch, path)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    _replace(path, buffer.getvalue())
     return path.name
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from universal.components import Blocks
 from universal.sizes import positive
 from universal.tasks import Task
-from universal.training import Trained, logits
+from universal.training import Trained, embedded, logits
 
 
 class Solved(NamedTuple):
@@ -102,7 +102,7 @@ def solved(
 
 
 def _attention(embedding, flow: Blocks, ids) -> np.ndarray:
-    x = embedding.tokens[jnp.asarray(ids)] + embedding.positions[: len(ids)]
+    x = embedded(embedding, jnp.asarray(ids))
     found = []
     for layer in range(flow.depth):
         found.append(np.asarray(flow.attention_at(layer, x)))

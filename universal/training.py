@@ -199,14 +199,19 @@ def wilson(share: float, trials: int, z: float = 1.959964) -> tuple[float, float
     return max(0.0, (middle - half) / total), min(1.0, (middle + half) / total)
 
 
+def embedded(embedding: Embedding, ids: Int[Array, " tokens"]) -> Float[Array, "tokens width"]:
+    """The state that enters the first layer."""
+    with jax.default_matmul_precision("highest"):
+        # As a product: the derivative of a gather is a scatter, which is slow on every device.
+        one_hot = jax.nn.one_hot(ids, embedding.tokens.shape[0], dtype=embedding.tokens.dtype)
+        return one_hot @ embedding.tokens + embedding.positions[: ids.shape[0]]
+
+
 def logits(
     embedding: Embedding, flow: Flow, ids: Int[Array, " tokens"]
 ) -> Float[Array, "tokens classes"]:
     """The output of every token of one sequence, simulated from its embedding."""
-    with jax.default_matmul_precision("highest"):
-        # As a product: the derivative of a gather is a scatter, which is slow on every device.
-        one_hot = jax.nn.one_hot(ids, embedding.tokens.shape[0], dtype=embedding.tokens.dtype)
-        x = one_hot @ embedding.tokens + embedding.positions[: ids.shape[0]]
+    x = embedded(embedding, ids)
     if isinstance(flow, Blocks) and flow.routed:
         # Layers of routings are programs of their own: known ones, so that none is chosen at run
         # time.

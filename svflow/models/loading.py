@@ -81,7 +81,7 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32, mesh: Mesh | None = No
         ('gpt2', 8, 128)
     """
     found = opened(source, dtype)
-    checkpoint, config, dtype, shapes, treedef, plan = found
+    _, _, dtype, shapes, treedef, plan = found
     mesh = None if mesh is None else auto(mesh)
     abstract = jax.tree.unflatten(treedef, shapes.values())
     size = parameter_bytes(shapes.values()) if mesh is None else local_bytes(abstract, mesh)
@@ -90,9 +90,8 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32, mesh: Mesh | None = No
         return _load_sliced(found, shardings(abstract, mesh))
     leaves: dict[str, jax.Array] = {}
     for name, rule, index in plan:
-        parts = rule.split(checkpoint.read(name), config)
-        for path, part in zip(rule.ours, parts):
-            value = jnp.asarray(narrowed(np.asarray(part), dtype, name))
+        for path, part in parts_of(found, name, rule):
+            value = jnp.asarray(part)
             if index:
                 if path not in leaves:
                     leaves[path] = jnp.zeros(shapes[path].shape, dtype)
@@ -100,6 +99,13 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32, mesh: Mesh | None = No
             # One tensor at a time: the next is not read before this one is in its place.
             leaves[path] = value.block_until_ready()
     return jax.tree.unflatten(treedef, [leaves[path] for path in shapes])
+
+
+def parts_of(found: Opened, name: str, rule: Rule) -> Iterator[tuple[str, np.ndarray]]:
+    """The parameters that one tensor of the file fills, by path, each in the model's type."""
+    parts = rule.split(found.checkpoint.read(name), found.config)
+    for path, part in zip(rule.ours, parts):
+        yield path, narrowed(np.asarray(part), found.dtype, name)
 
 
 def opened(source: str | os.PathLike, dtype) -> Opened:
