@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -140,6 +141,20 @@ class Flow(nnx.Module):
         and where x is traced by returning `equinox.error_if(x, ...)`.
         """
         return x
+
+    def widened(self, dtype) -> Flow:
+        """The same flow computing in a floating type at least as wide as its own.
+
+        Narrow weights are exact in the wider type. By default they are all converted at once.
+        """
+
+        def widen(leaf):
+            narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and (
+                jnp.finfo(leaf.dtype).bits < jnp.finfo(dtype).bits
+            )
+            return leaf.astype(dtype) if narrow else leaf
+
+        return jax.tree.map(widen, self)
 
     def step(
         self, layer, x: Float[Array, "tokens width"], context: Context | None = None

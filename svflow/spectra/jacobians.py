@@ -30,7 +30,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow, check_context, check_flow
 from svflow.memory import check_memory
-from svflow.models.transformer import Transformer, TransformerFlow
+from svflow.models.transformer import Transformer
 from svflow.sharding import DATA, gathered, mesh_of, on_mesh, over_data
 from svflow.simulate import Trajectory, simulate
 
@@ -164,20 +164,9 @@ def token_map(
 
 
 def widened(flow: Flow, x: Array) -> tuple[Flow, Array]:
-    """A flow and a state of a type narrower than float32 in float32: derivatives need the digits.
-
-    The narrow weights are exact in the wider type.
-    """
+    """A flow and a state in float32 at least: derivatives need the digits."""
     wide = at_least_float32(x.dtype)
-    if wide == x.dtype:
-        return flow, x
-    if isinstance(flow, TransformerFlow):
-        return flow.widened(wide), x.astype(wide)
-
-    def widen(leaf):
-        return leaf.astype(wide) if leaf.dtype == x.dtype else leaf
-
-    return jax.tree.map(widen, flow), x.astype(wide)
+    return (flow, x) if wide == x.dtype else (flow.widened(wide), x.astype(wide))
 
 
 def check_state(flow, layer, x, token, scope, context) -> tuple[int, Array, int]:
