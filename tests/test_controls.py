@@ -311,3 +311,14 @@ def test_the_product_of_means_is_not_the_mean_of_products():
     assert abs(per_sample - 7.3) < 1
     assert abs(of_means - 14.3) < 2.5
     assert of_means > 1.6 * per_sample
+
+
+def test_no_batch_reaches_lapack():
+    # Two batches at once wait for ever on two cores (see `_orthogonal`).
+    J, keys = gaussian(0, 5, 6, 6), jax.random.split(TYPED, 3)
+    draw = jax.vmap(lambda key: (controls.haar(key, 6, stack=(5,)), controls.haar_factors(key, J)))
+    text = jax.jit(draw).lower(keys).as_text()
+    calls = [line for line in text.splitlines() if "geqrf" in line and "custom_call" in line]
+    assert calls
+    assert all("tensor<6x6x" in line for line in calls)
+    assert not any("x6x6x" in line for line in calls)

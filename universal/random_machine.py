@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from svflow.memory import check_memory, magnitude
+from svflow.spectra.controls import haar
 from universal.sizes import check_kind, machine_width, positive, square_width
 from universal.transformer import AttentionTransformer
 
@@ -99,7 +100,7 @@ def _draw(key, shape: tuple[int, ...], law: str, dtype) -> Array:
     """Columns of mean square length 1."""
     *lead, m, out = shape
     if law == "orthogonal":
-        return jax.random.orthogonal(key, m, tuple(lead), dtype)[..., :out]
+        return haar(key, m, dtype, tuple(lead))[..., :out]
     if law == "uniform":
         half = (3 / m) ** 0.5
         return jax.random.uniform(key, shape, dtype, -half, half)

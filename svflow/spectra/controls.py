@@ -10,6 +10,8 @@ Axes: `stack`, any leading axes; `width`, of a square matrix, d in formulas.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -53,7 +55,9 @@ def haar(
     """
     if d < 1:
         raise ValueError(f"d must be at least 1, got {d}")
-    return jax.random.orthogonal(key, d, stack, at_least_float32(dtype))
+    draw = functools.partial(_orthogonal, d, at_least_float32(dtype))
+    drawn = jax.lax.map(draw, jax.random.split(key, math.prod(stack)))
+    return drawn.reshape(*stack, d, d)
 
 
 def haar_basis(
@@ -78,7 +82,8 @@ def haar_factors(
     J = _checked(J)
     d, stack = J.shape[-1], J.shape[:-2]
     left, right = (haar(part, d, J.dtype, stack) for part in jax.random.split(key))
-    sigma = jnp.linalg.svd(J, compute_uv=False)
+    # One batch at a time (see `_orthogonal`): two such calls may be in flight.
+    sigma = jax.block_until_ready(jnp.linalg.svd(J, compute_uv=False))
     highest = jax.lax.Precision.HIGHEST
     return jnp.einsum("...ik,...k,...jk->...ij", left, sigma, right, precision=highest)
 
@@ -171,6 +176,17 @@ CONTROLS: dict[str, Callable[[Array, Array], Array]] = {
     "random_update": random_update,
 }
 """The controls of matrices, by name."""
+
+
+def _orthogonal(d, dtype, key):
+    """One matrix, which stays one under vmap.
+
+    jaxlib's LAPACK waits for its threads on one of them where it is given a batch: as many batches
+    at once as there are threads (of two draws on two cores, say) wait for ever, seen with 0.10.2.
+    """
+    return jax.custom_batching.sequential_vmap(
+        lambda key: jax.random.orthogonal(key, d, (), dtype)
+    )(key)
 
 
 def _rotated_by_haar(key, M):
