@@ -110,7 +110,7 @@ class Blocks(Flow):
 
     def field(self, substep, t, x, context=None):
         layer = self._layer(t)
-        y = self._normed(x, *(_at(array, layer, substep) for array in (self.gain, self.bias)))
+        y = self._entering(substep, layer, x)
         if substep == 0:
             update = self.attention.field(0, t, y, context)
             return update if self.attention.residual or not self.norm else update + y - x
@@ -118,13 +118,17 @@ class Blocks(Flow):
             hidden = jax.nn.gelu(y @ _at(self.up, layer), approximate=False)
             return hidden @ _at(self.down, layer)
 
+    def step(self, layer, x, context=None):
+        if self.attention.residual:
+            return super().step(layer, x, context)
+        # A layer that replaces the state, and is alone.
+        return self.attention.step(layer, self._entering(0, self._layer(layer), x), context)
+
     def attention_at(
         self, layer, x: Float[Array, "tokens width"], context: Context | None = None
     ) -> Float[Array, "heads tokens keys"]:
         """The attention matrices of one layer at the state that enters it."""
-        place = self._layer(layer)
-        y = self._normed(x, *(_at(array, place, 0) for array in (self.gain, self.bias)))
-        return self.attention.attention(layer, y, context)
+        return self.attention.attention(layer, self._entering(0, self._layer(layer), x), context)
 
     def read(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
         """What the output is read from: the last state, behind LayerNorm where there is one."""
@@ -135,6 +139,10 @@ class Blocks(Flow):
         if not isinstance(t, jax.core.Tracer):
             return min(max(int(np.floor(np.asarray(t))), 0), self.depth - 1)
         return jnp.clip(jnp.floor(t), 0, self.depth - 1).astype(jnp.int32)
+
+    def _entering(self, substep, layer, x):
+        """x behind the LayerNorm of a substep, where there is one."""
+        return self._normed(x, *(_at(array, layer, substep) for array in (self.gain, self.bias)))
 
     def _normed(self, x, gain, bias):
         if not self.norm:

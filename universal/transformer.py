@@ -34,7 +34,7 @@ class AttentionTransformer(Flow):
         X' = sum_h A^h X V^h,   A^h = softmax_j( scale (X W_Q^h)(X W_K^h)^T ),   T(X) = X^L W_U
 
     or X' = X + ... with a residual. Without one the displacement of a layer is X' - X, so that X'
-    is rounded in units of |X| where it is smaller.
+    is rounded in units of |X| where it is smaller; `step` gives X' itself.
 
     A target holds arrays, with the value and output matrices merged into V. A machine holds
     `Routing`s, arrays, or some of each. Both are simulated by `svflow.simulate`, and `run` is that
@@ -165,12 +165,18 @@ class AttentionTransformer(Flow):
         return self._at(_integer(layer), self._matrices, x, mask)
 
     def field(self, substep, t, x, context=None):
-        mask = None if context is None else context.mask
-        update = self._at(t, self._update, x, mask)
+        update = self._mixed(t, x, context)
         return update if self.residual else update - x
+
+    def step(self, layer, x, context=None):
+        update = self._mixed(layer, x, context)  # X' itself: x + (X' - x) would round, and costs
+        return x + update if self.residual else update
 
     def velocity(self, t, x, context=None):
         return self.field(0, t, x, context)
+
+    def _mixed(self, t, x, context):
+        return self._at(t, self._update, x, None if context is None else context.mask)
 
     def _at(self, t, function, x, mask):
         """function(layer, x, mask) of the layer that holds at time t."""
