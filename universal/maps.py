@@ -172,15 +172,17 @@ def live_columns(value: Routing, depth: int, residual: bool) -> tuple[Live, ...]
     return tuple(found)
 
 
-def sources_of(value: Map, layer, x: Float[Array, "tokens width"]) -> Float[Array, "sources live"]:
-    """x R_V of every head, one below the other: (heads tokens, live)."""
+def sources_of(
+    value: Map, layer, x: Float[Array, "tokens width"]
+) -> Float[Array, "heads tokens live"]:
+    """x R_V of every head."""
     if isinstance(value, Routing):
         columns = routed_columns(value)[layer if value.ndim == 4 else 0].sources
         stack = gather(x, columns.reshape(-1)).reshape(x.shape[0], *columns.shape)
     else:
         here = at_layer(value, layer)
         stack = jnp.einsum("tm,hmn->thn", x, here)
-    return stack.transpose(1, 0, 2).reshape(-1, stack.shape[-1])
+    return stack.transpose(1, 0, 2)
 
 
 def spread(value: Map, layer, mixed: Float[Array, "tokens live"]) -> Float[Array, "tokens width"]:

@@ -205,7 +205,7 @@ class AttentionTransformer(Flow):
             return self._weights(query, key, None, mask)
 
     def _update(self, layer, x, mask):
-        """sum_h A^h x V^h as one product, [A^1 ... A^H] with the heads' sources stacked."""
+        """sum_h A^h x V^h; of wide x V^h one product, [A^1 ... A^H] with them stacked."""
         tokens = x.shape[0]
         chunk = query_chunk(tokens, self.heads)
         with jax.default_matmul_precision("highest"):
@@ -214,7 +214,11 @@ class AttentionTransformer(Flow):
 
             def mixed(query, rows):
                 weights = self._weights(query, key, rows, mask)
-                return weights.transpose(1, 0, 2).reshape(query.shape[0], -1) @ stack
+                # Of the weights and the heads' products the smaller is moved in memory.
+                if stack.shape[-1] <= stack.shape[-2]:
+                    return jnp.sum(weights @ stack, axis=0)
+                weights = weights.transpose(1, 0, 2).reshape(query.shape[0], -1)
+                return weights @ stack.reshape(-1, stack.shape[-1])
 
             if chunk == tokens:
                 whole = mixed(query, None)

@@ -12,7 +12,7 @@ labels and participation together. The statistic is computed anew from every arr
 p-values are exact for any sizes of communities; to permute the gains of communities would not be,
 as small communities' gains scatter more. Small communities' gains also lie lower in the median, so
 that rho by chance is not 0 where participation goes with size: distances are measured from its
-mean over the arrangements.
+mean over the arrangements, where that can be told from 0.
 
 The partial version. Gains and participation are ranked over the nodes, and what is linear in the
 ranks of the confounds (norm weights, variance) is taken out of both; the communities' means of what
@@ -53,7 +53,8 @@ class Tested(NamedTuple):
 
     Arguments:
         rho: 0 where either side is the same in all communities, or there are fewer than two.
-        chance: its mean over the arrangements.
+        chance: its mean over the arrangements; 0 where that is within three of its standard
+            errors, so that rho and -rho, all that three communities have, tie whatever was drawn.
         p_value: two-sided, (1 + #{|rho' - chance| >= |rho - chance|}) / (1 + permutations): ties
             count in full, so that P(p <= a) <= a.
         tie: the part of `p_value` that ties make. Few communities have few values of rho, and p
@@ -301,6 +302,9 @@ def _of_arrangements(blocks: list[np.ndarray]) -> tuple[np.ndarray, ...]:
     """(signs, gains) rho, chance, p, tie and least p of all arrangements, the real one first."""
     rho = np.concatenate(blocks, axis=-1)
     chance = rho.mean(axis=-1, keepdims=True)
+    error = rho.std(axis=-1, keepdims=True) / rho.shape[-1] ** 0.5
+    # A function of all arrangements alike, so that p stays exact.
+    chance = np.where(np.abs(chance) <= 3 * error, 0, chance)
     distance = np.abs(rho - chance)
     beyond = distance - distance[..., :1]
     slack = 1e-9  # of rounding: rho of different arrangements are equal or further apart
