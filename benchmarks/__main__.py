@@ -12,8 +12,11 @@ timed. Then both sides take turns on the same cores. Columns:
                    accelerator the device's peak since the start of the process
     !              others kept more than a quarter of a core busy meanwhile
 
-The JSON file holds `machine`, `quick`, `rows` (see `benchmarks.rows.measured`) and, with --device,
-`device`; it is written again after every row.
+Of a peer that says "timed 1/N" a part of the work was timed, and its seconds are those times N.
+The JSON file holds `machine`, `quick`, `rows` (see `benchmarks.rows.measured`; `seconds` are those
+of every call) and, with --device, `device`; it is written again after every row. Of a file that is
+there already, made on the same machine with the same versions, the rows that are not run again
+stay.
 """
 
 from __future__ import annotations
@@ -28,14 +31,17 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import machine, rows, table
+from svflow.models.loading import opened
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; 0, 1 where a result is wrong, 2 for bad input."""
     given = _parser().parse_args(argv)
     try:
-        if given.gguf is not None and not given.gguf.is_file():
-            raise FileNotFoundError(f"no file {given.gguf}")
+        if given.gguf is not None:
+            if not given.gguf.is_file():
+                raise FileNotFoundError(f"no file {given.gguf}")
+            opened(given.gguf, "float32")
         if given.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, got {given.rounds}")
         chosen = rows.chosen(given.names)
@@ -46,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table.listing(chosen))
         return 0
     document: dict[str, Any] = dict(machine=machine.description(), quick=given.quick, rows=[])
+    try:
+        kept = _kept(given.json, document)
+        if given.json is not None:
+            rows.check_writable(given.json)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
     print(table.machine(document["machine"]) + "\n")
     right = True
     if given.device:
@@ -60,9 +73,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         tqdm.write(table.lines(found), file=sys.stdout)
         sys.stdout.flush()
         if given.json is not None:
-            given.json.write_text(json.dumps(document, indent=1) + "\n")
+            every = {row["name"]: row for row in [*kept, *document["rows"]]}
+            whole = document | dict(rows=list(every.values()))
+            given.json.write_text(json.dumps(whole, indent=1) + "\n")
     print("\n" + table.table(document["rows"]))
     return 0 if right and all(r["status"] != "wrong" for r in document["rows"]) else 1
+
+
+def _kept(path: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run that may stand beside those of this one."""
+    if path is None or not path.is_file():
+        return []
+    try:
+        earlier = json.loads(path.read_text())
+        same = all(earlier[name] == document[name] for name in ("machine", "quick"))
+        return [row for row in earlier["rows"] if row["name"]] if same else []
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no table of this command: {error!r}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import svflow as sv
-from benchmarks import machine, models, timing
+from benchmarks import machine, models, rows, timing
 from svflow import plotting
 
 
@@ -186,8 +186,13 @@ def picture(figure: Figure, curves: Sequence[dict[str, Any]], *, theme: str) -> 
         for line, (kind, found, model, unit) in enumerate(parts):
             axes = grid[line, column]
             scale = np.exp(np.mean(np.log(found) - np.log(model)))
-            axes.plot(sizes, scale * model, "--", color=plotting.THEMES[theme]["pale"], lw=1.2)
-            axes.plot(sizes, found, color=colours[line], marker=plotting.MARKERS[line], ms=4)
+            pale = plotting.THEMES[theme]["pale"]
+            expectation = "counted operations" if kind == "time" else "counted bytes"
+            axes.plot(sizes, scale * model, "--", color=pale, lw=1.2, label=expectation)
+            axes.plot(
+                sizes, found, color=colours[line], marker=plotting.MARKERS[line], ms=4,
+                label="measured" if kind == "time" else "the compiled program's",
+            )  # fmt: skip
             low, high = found.min() / 1.5, found.max() * 1.5
             spare = max(1.0, np.sqrt(10 * low / high))  # a decade at least: noise stays small
             axes.set(xscale="log", yscale="log", ylim=(low / spare, high * spare))
@@ -202,6 +207,7 @@ def picture(figure: Figure, curves: Sequence[dict[str, Any]], *, theme: str) -> 
             )
             if column == 0:
                 axes.set_ylabel(unit)
+                axes.legend(loc="upper left", fontsize="x-small", handlelength=1.5)
             if line == 1:
                 axes.set_xlabel(curve["name"].capitalize())
     figure.tight_layout()
@@ -213,6 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "growth")
     given = parser.parse_args(argv)
+    if given.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {given.rounds}")
+    try:
+        rows.check_writable(given.out.with_suffix(".json"))
+    except OSError as error:
+        parser.error(f"--out: {error}")
     curves = []
     for curve in QUICK if given.quick else CURVES:
         curves.append(measured(curve, 1 if given.quick else given.rounds))

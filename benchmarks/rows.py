@@ -14,6 +14,7 @@ import gc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -147,7 +148,7 @@ def measured(row: Row, *, quick: bool = False, gguf: Any = None, rounds: int = 7
     found: dict[str, Any] = dict(
         name=row.name, claim=row.claim, status="right", tolerance=row.tolerance, error=None,
         compile_s=None, median_s=None, best_s=None, peak_bytes=None, most_peak_bytes=None,
-        most_s=row.most_seconds, load=None, peers=[],
+        most_s=row.most_seconds, load=None, seconds=None, peers=[],
     )  # fmt: skip
     if not quick:
         jax.clear_caches()
@@ -155,7 +156,7 @@ def measured(row: Row, *, quick: bool = False, gguf: Any = None, rounds: int = 7
     with jax.enable_x64(row.x64):
         try:
             case = row.case(**_sizes(row, quick, gguf))
-        except (Missing, ModuleNotFoundError) as error:
+        except (Missing, ImportError) as error:
             return found | dict(status="missing", missing=_lacking(error))
         if row.most_peak is not None:
             found["most_peak_bytes"] = row.most_peak * (case.weights or 1)
@@ -170,12 +171,12 @@ def measured(row: Row, *, quick: bool = False, gguf: Any = None, rounds: int = 7
         for name, peer in case.peers.items():
             line: dict[str, Any] = dict(
                 name=name, missing=None, error=None, median_s=None, best_s=None, peak_bytes=None,
-                ratio=None, most=peer.most, holds=None,
+                ratio=None, most=peer.most, holds=None, times=peer.times, seconds=None,
             )  # fmt: skip
             found["peers"].append(line)
             try:
                 sides[name] = peer.build()
-            except (Missing, ModuleNotFoundError) as error:
+            except (Missing, ImportError) as error:
                 line["missing"] = _lacking(error)
                 continue
             theirs, known[name], line["peak_bytes"] = timing.peak(sides[name])
@@ -193,14 +194,25 @@ def measured(row: Row, *, quick: bool = False, gguf: Any = None, rounds: int = 7
     return found
 
 
+def check_writable(file: Path) -> None:
+    """Raises OSError for a file that cannot be written, before there is anything to write."""
+    there = file.exists()
+    with file.open("a"):
+        pass
+    if not there:
+        file.unlink()
+
+
 def _lacking(error: Exception) -> str:
-    """What is not there; raises again where it is not one of the packages that may be absent."""
-    if isinstance(error, ModuleNotFoundError):
-        root = (error.name or "").split(".")[0]
-        if root not in OPTIONAL:
-            raise error
+    """What is not there, or too old; raises again where it is none of the packages that may be."""
+    if not isinstance(error, ImportError):
+        return str(error)
+    root = (error.name or "").split(".")[0]
+    if root not in OPTIONAL:
+        raise error
+    if isinstance(error, ModuleNotFoundError) and error.name == root:
         return f"{root} is not installed"
-    return str(error)
+    return f"{root} cannot be used: {error}"
 
 
 def _sizes(row: Row, quick: bool, gguf: Any) -> dict[str, Any]:
@@ -220,13 +232,13 @@ def _race(found: dict[str, Any], case: Case, sides, known, rounds: int) -> None:
         before=others.before, after=others.after, others=others.cores, busy=others.busy
     )
     found["rounds"] = rounds
+    found["seconds"] = times[""]
     found["median_s"], found["best_s"] = float(np.median(times[""])), min(times[""])
     for line in found["peers"]:
         if line["name"] not in times:
             continue
-        scale = case.peers[line["name"]].times
-        line["median_s"] = scale * float(np.median(times[line["name"]]))
-        line["best_s"] = scale * min(times[line["name"]])
+        line["seconds"] = [line["times"] * taken for taken in times[line["name"]]]
+        line["median_s"], line["best_s"] = float(np.median(line["seconds"])), min(line["seconds"])
         line["ratio"] = found["median_s"] / line["median_s"]
         if line["most"] is not None:
             line["holds"] = line["ratio"] <= line["most"]

@@ -59,9 +59,10 @@ def _cells(row: dict[str, Any]) -> list[tuple[str, ...]]:
         wanted = "" if peer["most"] is None else f"<= {peer['most']:.3g}"
         verdict = {None: "", True: "", False: "NOT HELD"}[peer["holds"]]
         ratio = "" if peer["ratio"] is None else f"{peer['ratio']:.3g}"
+        scaled = "" if peer.get("times", 1) == 1 else f", timed 1/{peer['times']:.4g}"
         found.append((
-            "", peer["name"], "", _seconds(peer["median_s"]), ratio, wanted, _error(peer["error"]),
-            "", _size(peer["peak_bytes"]), verdict,
+            "", peer["name"] + scaled, "", _seconds(peer["median_s"]), ratio, wanted,
+            _error(peer["error"]), "", _size(peer["peak_bytes"]), verdict,
         ))  # fmt: skip
     return found
 

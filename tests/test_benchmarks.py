@@ -1,8 +1,10 @@
 """The table of claims: what it refuses, what it times, and some rows at their quick sizes."""
 
+import dataclasses
 import json
 import re
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from matplotlib.figure import Figure
 
 from benchmarks import __main__, device, growth, machine, rows, table, timing
 
+RESULTS = Path(__main__.__file__).parent / "results"
+
 # Some that need no other library; `python -m benchmarks --quick` runs them all.
 QUICK = (
     "power/runs",
@@ -20,10 +24,11 @@ QUICK = (
 )
 ROW = {
     *("name", "claim", "status", "tolerance", "error", "compile_s", "median_s", "best_s"),
-    *("peak_bytes", "most_peak_bytes", "most_s", "load", "rounds", "peers"),
+    *("peak_bytes", "most_peak_bytes", "most_s", "load", "rounds", "seconds", "peers"),
 }
 PEER = {
     *("name", "missing", "error", "median_s", "best_s", "peak_bytes", "ratio", "most", "holds"),
+    *("times", "seconds"),
 }
 
 
@@ -116,6 +121,9 @@ def test_ratios_and_limits(calls, monkeypatch):
     assert (found["median_s"], found["best_s"]) == pytest.approx((0.2, 0.1))
     assert (peer["median_s"], peer["best_s"]) == pytest.approx((1.2, 0.6))
     assert peer["ratio"] == pytest.approx(1 / 6)
+    assert peer["seconds"] == pytest.approx([0.6, 1.2, 5.4])
+    assert found["seconds"] == [0.1, 0.2, 0.9]
+    assert "them, timed 1/3  1.2 s" in table.lines(found)
     assert peer["holds"] is True
     assert found["holds_peak"] is True
     assert found["holds_s"] is False
@@ -131,10 +139,14 @@ def test_a_missing_peer_is_a_line_that_says_so(calls, monkeypatch):
     slower(monkeypatch, 0.1, 0.2)
 
     def build():
-        raise ModuleNotFoundError("No module", name="torchdiffeq.odeint")
+        raise ModuleNotFoundError("No module", name="torchdiffeq")
+
+    def old():
+        raise ImportError("cannot import name 'odeint'", name="torchdiffeq._impl")
 
     def case():
-        return rows.Case(lambda: 1.0, dict(them=rows.Peer(build)), check=lambda _: 0.0)
+        peers = dict(them=rows.Peer(build), others=rows.Peer(old))
+        return rows.Case(lambda: 1.0, peers, check=lambda _: 0.0)
 
     row = rows.Row("made/up", "a claim", case, full={}, quick={}, tolerance=0.0)
     found = rows.measured(row)
@@ -142,6 +154,8 @@ def test_a_missing_peer_is_a_line_that_says_so(calls, monkeypatch):
     assert found["median_s"] == pytest.approx(0.2)
     assert found["peers"][0]["missing"] == "torchdiffeq is not installed"
     assert "torchdiffeq is not installed" in table.table([found])
+    said = "torchdiffeq cannot be used: cannot import name 'odeint'"
+    assert found["peers"][1]["missing"] == said
 
     def broken():
         raise ModuleNotFoundError("No module", name="benchmarks.nothing")
@@ -166,6 +180,20 @@ def test_the_command(tmp_path, capsys, monkeypatch, calls):
     assert __main__.main(["--rounds", "0"]) == 2
     assert "--rounds must be at least 1" in capsys.readouterr().err
 
+    nowhere = tmp_path / "no folder" / "found.json"
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "measured", None)  # so that nothing measured is lost
+        for place in (tmp_path, nowhere):
+            assert __main__.main(["--json", str(place)]) == 2
+            assert str(place) in capsys.readouterr().err
+    for wrong, said in ((["--out", str(nowhere)], str(nowhere)), (["--rounds", "0"], "--rounds")):
+        with pytest.raises(SystemExit):
+            growth.main(wrong)
+        assert said in capsys.readouterr().err
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    assert __main__.main(["--gguf", str(tmp_path / "bad.gguf")]) == 2
+    assert "bad.gguf" in capsys.readouterr().err
+
     file = tmp_path / "found.json"
     monkeypatch.setattr(rows, "chosen", lambda names: [made(calls)])
     assert __main__.main(["--json", str(file), "--rounds", "2"]) == 0
@@ -182,6 +210,23 @@ def test_the_command(tmp_path, capsys, monkeypatch, calls):
     monkeypatch.setattr(rows, "chosen", lambda names: [made(calls, theirs=2.0)])
     assert __main__.main(["--json", str(file)]) == 1
     assert json.loads(file.read_text())["rows"][0]["status"] == "wrong"
+
+    # Other rows of the same machine stay, in their places; those of another go.
+    other = dataclasses.replace(made(calls), name="made/other")
+    monkeypatch.setattr(rows, "chosen", lambda names: [other])
+    assert __main__.main(["--json", str(file)]) == 0
+    monkeypatch.setattr(rows, "chosen", lambda names: [made(calls)])
+    assert __main__.main(["--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    both = [("made/up", "right"), ("made/other", "right")]
+    assert [(row["name"], row["status"]) for row in found["rows"]] == both
+    found["machine"]["cores"] += 1
+    file.write_text(json.dumps(found))
+    assert __main__.main(["--json", str(file)]) == 0
+    assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["made/up"]
+    file.write_text("{}")
+    assert __main__.main(["--json", str(file)]) == 2
+    assert "found.json is no table of this command" in capsys.readouterr().err
 
 
 def test_both_sides_take_turns():
@@ -280,3 +325,13 @@ def test_the_device_against_the_cpu():
     found = device.compare([wrong])
     assert not found["lines"][0]["right"]
     assert "WRONG" in table.device(found)
+
+
+def test_the_page_shows_the_kept_table():
+    document = json.loads((RESULTS / "table.json").read_text())
+    page = (RESULTS / "speed.md").read_text()
+    shown = "\n".join(line.removeprefix("    ") for line in page.splitlines())
+    assert table.table(document["rows"]) in shown
+    assert table.machine(document["machine"]) in shown
+    assert not any(row["load"]["busy"] for row in document["rows"])
+    assert {row["name"] for row in document["rows"]} == set(rows.all_rows())
