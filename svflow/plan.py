@@ -10,8 +10,9 @@ How. Parameters are those of `jax.eval_shape`. One layer of each kind, with the 
 split as `svflow.shard` splits them, is compiled by XLA for this machine's CPU from shapes alone,
 and XLA's cost analysis of that program gives operations, bytes moved and memory of one device; a
 model is its layers, whose programs differ by kind only (window, mixture). Loops over layers are
-therefore not in what is compiled: XLA counts a loop's body once. Communication is what the
-compiled program's collectives say.
+therefore not in what is compiled: XLA counts a loop's body once. A mixture, which loops over its
+experts, counts as a dense layer as wide as those that it visits. Communication is what the compiled
+program's collectives say.
 
 Time is the larger of operations over the accelerator's peak and of bytes over its bandwidth, plus
 bytes sent over the link's, each divided by `EFFICIENCY`. Assumptions, all of them bounds that a
@@ -31,9 +32,11 @@ sparsity) and the A100 SXM 80 GB; links are NVLink's, one direction.
 from __future__ import annotations
 
 import argparse
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +49,7 @@ from svflow.memory import readable
 from svflow.models.config import TransformerConfig
 from svflow.models.loading import parameter_bytes
 from svflow.models.transformer import Transformer, TransformerFlow
-from svflow.sharding import DATA, MODEL, local_bytes, on_mesh, shardings
+from svflow.sharding import DATA, MODEL, auto, local_bytes, on_mesh, shardings
 from svflow.spectra.jacobians import jacobian
 
 EFFICIENCY = 0.5
@@ -218,24 +221,27 @@ def plan(
         host: for LAPACK; `Host()` by default.
 
     Raises:
-        ValueError: numbers that are not positive, or a type that the accelerator has no peak for.
+        ValueError: numbers that are not positive integers, a type that the accelerator has no peak
+            for, or another kind of mesh.
     """
-    host = Host() if host is None else host
-    dtype = jnp.dtype(dtype)
-    for name, value in dict(samples=samples, tokens=tokens).items():
-        if value < 1:
-            raise ValueError(f"{name} must be positive, got {value!r}")
-    if dtype.name not in accelerator.flops:
+    host, given = Host() if host is None else host, dtype
+    samples, tokens = _positive("samples", samples), _positive("tokens", tokens)
+    mesh = None if mesh is None else auto(mesh)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in accelerator.flops:
         known = ", ".join(accelerator.flops)
-        raise ValueError(f"no peak of {dtype} is known, only of {known}")
+        raise ValueError(f"no peak of {given!r} is known, only of {known}")
     shapes = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype))
     leaves = jax.tree.leaves(shapes)
     weights = parameter_bytes(leaves) if mesh is None else local_bytes(shapes, mesh)
     kinds = Counter(config.layer(layer) for layer in range(config.depth))
     forward = _total(
-        [(one_layer(kind, tokens, dtype, mesh, step=True), n) for kind, n in kinds.items()]
+        [(_layer_cost(kind, tokens, dtype, mesh, step=True), n) for kind, n in kinds.items()]
     )
-    jacobians = _total([(one_layer(kind, tokens, dtype, mesh), n) for kind, n in kinds.items()])
+    jacobians = _total([(_layer_cost(kind, tokens, dtype, mesh), n) for kind, n in kinds.items()])
     shares = 1 if mesh is None else mesh.shape.get(DATA, 1)
     width, item = config.width, 4
     results = config.depth * width**2 * item // shares + (config.depth + 1) * tokens * width * item
@@ -270,6 +276,16 @@ def plan(
     )
 
 
+def _positive(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} must be positive, an integer, got {value!r}")
+    return number
+
+
 def _total(parts: Sequence[tuple[Cost, int]]) -> Cost:
     return Cost(
         flops=sum(n * cost.flops for cost, n in parts),
@@ -298,10 +314,26 @@ def _placed(tree: Any, mesh: Mesh | None) -> Any:
     )
 
 
+def _layer_cost(
+    config: TransformerConfig, tokens: int, dtype, mesh: Mesh | None, *, step: bool = False
+) -> Cost:
+    """`one_layer`, with the experts that a mixture's loop visits one after another."""
+    found = one_layer(config, tokens, dtype, mesh, step=step)
+    if not config.sparse[0]:
+        return found
+    # Of a Jacobian only one token's experts are visited; of few tokens this is an upper bound.
+    visited = min(config.experts, config.experts_per_token * (tokens if step else 1))
+    wide = replace(config, sparse=(False,), hidden=visited * config.expert_hidden)
+    dense = one_layer(wide, tokens, dtype, mesh, step=step)
+    moved = max(dense.moved, found.moved)
+    return Cost(dense.flops, moved, visited * found.sent, found.scratch)
+
+
 def one_layer(
     config: TransformerConfig, tokens: int, dtype, mesh: Mesh | None, *, step: bool = False
 ) -> Cost:
-    """The frozen Jacobian of a layer at the last token, or the layer itself.
+    """The frozen Jacobian of a layer at the last token, or the layer itself; of a mixture, with one
+    expert's.
 
     Arguments:
         config: of the layer, `TransformerConfig.layer`.
@@ -405,12 +437,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", choices=ACCELERATORS["H100"].flops, default="bfloat16")
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="H100")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.models if name not in MODELS]
     if unknown:
         parser.error(f"no shapes of {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    for name in ("samples", "tokens", "devices"):
+        if min(np.atleast_1d(getattr(options, name))) < 1:
+            parser.error(f"--{name} must be positive")
     # The CPU's devices stand for the accelerators; nothing runs on them.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(options.devices))

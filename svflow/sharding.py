@@ -147,8 +147,10 @@ def shard(model: _T, mesh: Mesh) -> _T:
     """
     mesh = auto(mesh)
     placed = jax.tree.map(place, model, shardings(model, mesh))
-    if isinstance(placed, Flow) and hasattr(placed, "mesh"):
-        placed.mesh = mesh
+    # Of flows whose class says that it has none yet; a user's own `mesh` may be anything.
+    if isinstance(placed, Flow) and getattr(type(placed), "mesh", mesh) is None:
+        flow: Any = placed
+        flow.mesh = mesh
     return placed
 
 
@@ -225,9 +227,13 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
 
 
 def over_data(x: jax.Array) -> jax.Array:
-    """The array with its first axis split over the axis `data` of the mesh around, if any."""
+    """The array with its first axis split over the axis `data` of the mesh around, if any.
+
+    Of one that XLA partitions: in a user's `jax.set_mesh` of the explicit kind nothing is moved.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get(DATA, 1) == 1:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    if mesh.shape.get(DATA, 1) == 1 or kinds[DATA] != AxisType.Auto:
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(DATA)))
 

@@ -25,6 +25,8 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +48,7 @@ from svflow.models.loading import (
 )
 from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.simulate import Trajectory, simulate
-from svflow.spectra.jacobians import check_states, layer_jacobians
+from svflow.spectra.jacobians import check_chunk, check_state, check_states, layer_jacobians
 
 LAYERS = "flow.layers."
 
@@ -58,7 +60,8 @@ def stream(source: str | os.PathLike, *, dtype=jnp.float32) -> StreamedTransform
         source, dtype: as for `svflow.load`.
 
     Raises:
-        FileNotFoundError, ValueError: as `svflow.load`; those about values when they are read.
+        FileNotFoundError, ValueError: as `svflow.load`; those about values when they are read, and
+            then for a file that has changed since it was opened.
         MemoryError: where not even two layers, or a table of tokens, fit.
     """
     return StreamedTransformer(opened(source, dtype))
@@ -72,7 +75,8 @@ class StreamedTransformer:
     """
 
     def __init__(self, found: Opened):
-        self._found = found
+        self._found, self._source = found, Path(found.checkpoint.source).resolve()
+        self._files = _weight_files(self._source)
         self.config: TransformerConfig = found.config
         self.depth, self.width = self.config.depth, self.config.width
         check_memory("two layers, or the table of tokens", self.peak_bytes, jnp.zeros(()))
@@ -103,15 +107,25 @@ class StreamedTransformer:
         """
         config, sources = self.config, self._sources()
         kinds = [(config.blocks[layer], config.layer(layer)) for layer in range(self.depth)]
-        flow = self._read_layer(*kinds[0], sources)
+        # The thread only reads: JAX's contexts, jax.enable_x64 among them, are a thread's own.
+        layouts = {kind: _layer_shapes(kind, self._found.dtype) for _, kind in kinds}
+
+        def read(kind):
+            return self._read_layer(sources[kind[0]], layouts[kind[1]][0])
+
+        def flow_of(kind, leaves):
+            shapes, treedef = layouts[kind[1]]
+            return jax.tree.unflatten(treedef, [jnp.asarray(leaves.pop(path)) for path in shapes])
+
+        flow = flow_of(kinds[0], read(kinds[0]))
         with ThreadPoolExecutor(1) as pool:
             for kind, following in itertools.pairwise(kinds):
                 if kind == following:  # ALBERT's layers share their weights
                     yield flow
                     continue
-                coming = pool.submit(self._read_layer, *following, sources)
+                coming = pool.submit(read, following)
                 yield flow
-                flow = coming.result()
+                flow = flow_of(following, coming.result())
             yield flow
 
     def embed(
@@ -126,13 +140,20 @@ class StreamedTransformer:
 
     def unembed(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens vocab"]:
         """`Transformer.unembed`; reads the head's parameters."""
+        self._check_head()
         return self._outer(self._unembeds).unembed(x)
 
     def __call__(
-        self, ids: Int[ArrayLike, " tokens"], context: Context | None = None
+        self,
+        ids: Int[ArrayLike, " tokens"],
+        context: Context | None = None,
+        *,
+        segments: Int[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens vocab"]:
-        """The logits of every token."""
-        return self.unembed(self.simulate(self.embed(ids, context), context=context).xs[-1])
+        """The logits of every token. Raises ValueError without a head, before anything is read."""
+        self._check_head()
+        x = self.embed(ids, context, segments=segments)
+        return self.unembed(self.simulate(x, context=context).xs[-1])
 
     def simulate(
         self, x0: Float[Array, "tokens width"], *, context: Context | None = None
@@ -161,11 +182,15 @@ class StreamedTransformer:
         """`svflow.layer_jacobians(model.flow, xs, ...)`.
 
         Raises:
-            ValueError, MemoryError: as `svflow.layer_jacobians`; a layer that is not finite is
-            named before its Jacobian is computed.
+            ValueError, MemoryError: as `svflow.layer_jacobians`, before anything is read but for a
+            Jacobian that is not finite.
         """
         xs = check_states(xs, self.depth, self.width)
-        found = []
+        whole = jax.tree.unflatten(self._found.treedef, self._found.shapes.values()).flow
+        for layer in range(self.depth):
+            check_state(whole, layer, xs[layer], token, scope, context)
+        check_chunk(whole, xs[0], scope, chunk, count=self.depth)
+        found: Any = None
         for layer, flow in enumerate(self.layers()):
             try:
                 J = layer_jacobians(
@@ -178,8 +203,15 @@ class StreamedTransformer:
                 )
             except ValueError as error:
                 raise ValueError(f"layer {layer} by itself: {error}") from error
-            found.append(J[0].block_until_ready())
-        return jnp.stack(found)
+            if found is None:
+                found = jnp.zeros((self.depth, *J.shape[1:]), J.dtype)
+            # In place: all of them twice would be more than a device of two layers may hold.
+            found = _put(found, J, np.int32(layer)).block_until_ready()
+        return found
+
+    def _check_head(self):
+        if self.config.head is None:
+            raise ValueError(f"this {self.config.family} checkpoint has no head: no logits")
 
     def _unembeds(self, path: str) -> bool:
         untied = "head.kernel" in self._found.shapes
@@ -187,6 +219,7 @@ class StreamedTransformer:
 
     def _outer(self, keep: Callable[[str], bool]) -> Transformer:
         """The model of which only some parameters outside its layers are there."""
+        self._check_files()
         found, nothing = self._found, jnp.zeros((0,), self._found.dtype)
         leaves = {path: nothing for path in found.shapes}
         for name, rule, _ in found.plan:
@@ -204,13 +237,33 @@ class StreamedTransformer:
                 sources.setdefault(block, []).append((name, rule, (0, *index[1:])))
         return sources
 
-    def _read_layer(self, block: int, config: TransformerConfig, sources) -> TransformerFlow:
-        shapes, treedef = _layer_shapes(config, self._found.dtype)
+    def _read_layer(self, sources, shapes) -> dict[str, np.ndarray]:
+        """A block's parameters by path, on the host."""
+        self._check_files()
         leaves = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
-        for name, rule, index in sources[block]:
+        for name, rule, index in sources:
             for path, part in parts_of(self._found, name, rule):
                 leaves[path.removeprefix("flow.")][index] = part
-        return jax.tree.unflatten(treedef, [jnp.asarray(leaves.pop(path)) for path in shapes])
+        return leaves
+
+    def _check_files(self):
+        """Raises ValueError for weights that are others than those that were opened."""
+        now = _weight_files(self._source)
+        for name, state in self._files.items():
+            if now.get(name) != state:
+                raise ValueError(f"{name} has changed since it was opened: stream it again")
+
+
+@jax.jit(donate_argnums=0)
+def _put(stack, rows, start):
+    return jax.lax.dynamic_update_slice_in_dim(stack, rows, start, axis=0)
+
+
+def _weight_files(source: Path) -> dict[Path, tuple[int, ...]]:
+    """The files that hold weights, each with what tells that it is another one."""
+    inside = (file for kind in ("*.safetensors", "*.bin") for file in source.glob(kind))
+    stats = {file: file.stat() for file in (inside if source.is_dir() else [source])}
+    return {file: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for file, s in stats.items()}
 
 
 def _embeds(path: str) -> bool:

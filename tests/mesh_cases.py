@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import svflow as sv
 import universal as ut
 from svflow import attention, sharding
-from svflow.plan import collectives, cost
+from svflow.plan import collectives, cost, plan
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -235,6 +235,31 @@ def loading():
     return found
 
 
+class OnGrid(sv.Flow):
+    """A flow whose `mesh` is something else."""
+
+    depth, width, mesh = 1, 16, (0.0, 0.5)
+
+    def velocity(self, t, x, context=None):
+        return x * self.mesh[1]
+
+
+def users_meshes():
+    """Meshes of the explicit kind, as `jax.make_mesh` makes them, and what is called a mesh."""
+    model, mesh = tiny_model("llama"), mesh_of(2, 4)
+    xs = sv.simulate(model.flow, model.embed(np.arange(5))).xs
+    J = sv.layer_jacobians(model.flow, xs)
+    with jax.set_mesh(mesh):
+        found = dict(
+            around=error(sv.layer_jacobians(model.flow, xs), J),
+            sharded=error(sv.layer_jacobians(sharding.shard(model, mesh).flow, xs), J),
+        )
+    each, one = (plan(model.config, tokens=8, dtype=jnp.float32, mesh=m) for m in (mesh, None))
+    found["planned"] = one.weights / each.weights
+    found["kept"] = sharding.shard(OnGrid(), mesh).mesh
+    return found
+
+
 def mistakes():
     """What is wrong, and what is said."""
     model, mesh = tiny_model("llama"), mesh_of(2, 4)
@@ -271,6 +296,7 @@ if __name__ == "__main__":
         power=power,
         training=training,
         loading=loading,
+        users_meshes=users_meshes,
         mistakes=mistakes,
     )
     results = {}

@@ -92,6 +92,29 @@ def test_time_is_the_larger_of_operations_and_bytes(found):
     assert beyond.host_seconds[0] == pytest.approx(7 * found.lapack[0] / 2e9)
 
 
+def test_every_expert_that_is_visited_counts():
+    """All of them by many tokens, the chosen ones in a token's Jacobian."""
+    config = tiny_config(
+        "qwen3_moe",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        mlp_only_layers=[],
+        vocab_size=64,
+    )
+    assert all(config.sparse)
+    found, tokens, width = plan(config, tokens=32, dtype=jnp.float32), 32, config.width
+    attention, expert = 4 * width**2, 3 * width * config.expert_hidden
+    each = 2 * tokens * (attention + 8 * expert) + 4 * tokens**2 * width
+    assert found.forward.flops == pytest.approx(config.depth * each, rel=0.1)
+    each = 2 * width * (attention + 2 * expert) + 4 * width**2 * tokens + 4 * tokens * width**2
+    assert found.jacobians.flops == pytest.approx(config.depth * each, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("Llama 3.1 8B", 8.03), ("OLMo 3 7B", 7.30), ("Gemma 2 9B", 9.24), ("Gemma 3 12B", 11.77)],
@@ -124,13 +147,22 @@ def test_the_command_prints_a_row_for_each(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         planning.main(["GPT-5"])
     assert "no shapes of GPT-5" in capsys.readouterr().err
+    for wrong in (["--devices", "0"], ["--devices", "1", "-3"], ["--samples", "0"]):
+        with pytest.raises(SystemExit):
+            planning.main(wrong)
+        assert f"{wrong[0]} must be positive" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said():
     with pytest.raises(ValueError, match="tokens must be positive"):
         plan(CONFIG, tokens=0)
-    with pytest.raises(ValueError, match="no peak of float64"):
-        plan(CONFIG, dtype=np.float64)
+    with pytest.raises(ValueError, match=r"samples must be positive, an integer, got 1\.5"):
+        plan(CONFIG, samples=1.5)
+    for dtype, said in ((np.float64, "no peak of .*float64"), ("fp8", "no peak of 'fp8'")):
+        with pytest.raises(ValueError, match=said):
+            plan(CONFIG, dtype=dtype)
+    with pytest.raises(ValueError, match=r"a mesh has axes .* got \('x',\)"):
+        plan(CONFIG, mesh=jax.make_mesh((1,), ("x",)))
 
 
 def test_collectives_are_read_from_programs():

@@ -85,6 +85,19 @@ def test_the_union_of_the_blocks(k, solved, seed):
     assert len(solved) <= (2 if k <= 10 else 3)
 
 
+@pytest.mark.parametrize("scale", [1e-100, 1e-30, 1e-15, 1e30])
+def test_no_scale_is_lost(scale, solved, seed):
+    """Blocks that differ by 1 in 1000, whatever their size."""
+    random = np.random.default_rng(seed)
+    blocks = np.stack([gaussian(random, WIDTH, WIDTH)] * 4) * scale
+    blocks *= np.array([0.3, 0.999, 1, 0.2])[:, None, None]
+    found = union(blocks, 3)
+    wanted = np.sort(np.abs(np.linalg.eigvals(blocks)).ravel())[::-1][:3]
+    np.testing.assert_allclose(np.abs(found.values), wanted, rtol=1e-11)
+    assert found.converged.all()
+    assert len(solved) == 2
+
+
 @pytest.mark.parametrize("k", [3, 4])
 @pytest.mark.parametrize("krylov", [True, False])
 def test_blocks_with_the_same_eigenvalues(k, krylov, monkeypatch, seed):
@@ -158,6 +171,14 @@ def test_a_polynomial_grows_as_said(seed):
     np.testing.assert_allclose(np.log(np.linalg.norm(v)), screen.log_norm[0], rtol=1e-10)
     q = screen.basis[0]
     np.testing.assert_allclose(q @ q.T, np.eye(10), atol=1e-14)
+
+
+def test_who_was_left_behind_stays_there():
+    blocks = np.stack([np.diag(np.arange(4.0))] * 2)
+    screen = Screen(products(blocks), (2, 4), np.random.default_rng(0), limit=3)
+    screen.grow([0], 1)
+    with pytest.raises(ValueError, match=r"matrices \[1\] were left behind"):
+        screen.grow([0, 1], 1)
 
 
 # On flows

@@ -103,6 +103,13 @@ def test_slices_of_a_checkpoint_are_the_checkpoint(found):
     assert all(found["loading"].values()), found["loading"]
 
 
+def test_meshes_are_taken_as_users_make_them(found):
+    meshes = found["users_meshes"]
+    assert max(meshes["around"], meshes["sharded"]) < 1e-12
+    assert meshes["planned"] > 2  # a device has less than half of the weights
+    assert meshes["kept"] == [0.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("case", "says"),
     [

@@ -16,6 +16,7 @@ from compare import error
 from compilations import Compilations
 from configs import tiny_config, tiny_model
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import svflow as sv
 from svflow import memory
@@ -71,10 +72,62 @@ def test_what_is_wrong_is_said(tmp_path):
     xs = jnp.ones((4, 6, 16), jnp.float32)
     with pytest.raises(ValueError, match="4 states of simulate"):
         streamed.layer_jacobians(xs[:3])
-    with pytest.raises(ValueError, match="layer 1 by itself: the state before layer"):
+    with pytest.raises(ValueError, match="the state before layer 1 is not finite"):
         streamed.layer_jacobians(xs.at[1].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"^token 6 is not one of 6 tokens"):
+        streamed.layer_jacobians(xs, token=6)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         streamed.embed([99])
+
+
+def test_what_cannot_be_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    sv.save(tiny_model("bert"), tmp_path)  # has no head once its config promises none
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name: tensor for name, tensor in tensors.items() if not name.startswith("cls.")}
+    save_file(bare, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+    streamed = stream(tmp_path, dtype=jnp.float64)
+    monkeypatch.setattr(type(streamed), "_check_files", None)  # every reading begins with it
+    with pytest.raises(ValueError, match="bert checkpoint has no head"):
+        streamed(IDS)
+    xs = jnp.ones((4, 6, 16))
+    # All layers' Jacobians have to fit, not one of them.
+    one, all_of_them = (8 * 16 * (16 * layers + 16 * 16) for layers in (1, 3))
+    monkeypatch.setattr(memory, "_room", lambda like: (one + all_of_them) // 2)
+    with pytest.raises(MemoryError, match="3 frozen Jacobians of 16 x 16"):
+        streamed.layer_jacobians(xs)
+
+
+@pytest.mark.parametrize("how", ["renamed", "written", "cut"])
+def test_a_file_that_changes_while_it_is_streamed_is_named(how, tmp_path):
+    """Half of one model and half of another would have the right shapes."""
+    sv.save(tiny_model("gpt2"), tmp_path)
+    sv.save(jax.tree.map(lambda leaf: 2 * leaf, tiny_model("gpt2")), tmp_path / "other")
+    file, other = (path / "model.safetensors" for path in (tmp_path, tmp_path / "other"))
+    layers = stream(tmp_path, dtype=jnp.float64).layers()
+    next(layers)
+    if how == "renamed":
+        os.replace(other, file)
+    elif how == "written":
+        file.write_bytes(other.read_bytes())
+    else:
+        os.truncate(file, 2000)
+    with pytest.raises(ValueError, match=r"model\.safetensors has changed since it was opened"):
+        list(layers)
+
+
+def test_every_layer_is_of_the_type_that_its_context_allows(tmp_path):
+    """The thread that reads ahead knows nothing of the contexts of the one that asks."""
+    sv.save(tiny_model("gpt2"), tmp_path)
+    jax.config.update("jax_enable_x64", False)
+    try:
+        with jax.enable_x64(True):
+            streamed = stream(tmp_path, dtype=jnp.float64)
+            types = {leaf.dtype for flow in streamed.layers() for leaf in jax.tree.leaves(flow)}
+    finally:
+        jax.config.update("jax_enable_x64", True)
+    assert types == {jnp.dtype(jnp.float64)}
 
 
 def test_a_model_that_does_not_fit_is_streamed(tmp_path, monkeypatch):

@@ -56,13 +56,19 @@ class Screen:
         self.basis[:, 0] = start / length[:, None]
         self.hessenberg = np.zeros((count, self.limit + 1, self.limit))
         self.log_norm = np.log(length)  # of p(A) g
+        self.shift = np.zeros(count)
         self.ritz: list[np.ndarray] = [np.zeros(0)] * count
         self.dimension = np.zeros(count, int)
         self.closed = np.zeros(count, bool)  # whose space is invariant: it can grow no more
 
     def grow(self, which: Iterable[int], steps: int = STEPS) -> None:
-        """Up to `steps` more steps for the matrices `which`, and then their Ritz values."""
+        """Up to `steps` more steps for the matrices `which`, and then their Ritz values.
+
+        Raises ValueError for a matrix that an earlier call left behind.
+        """
         which = [i for i in which if not self.closed[i]]
+        if behind := [i for i in which if self.dimension[i] < self.steps]:
+            raise ValueError(f"matrices {behind} were left behind by an earlier step")
         for _ in range(steps):
             going = [i for i in which if not self.closed[i]]
             if self.steps == self.limit or not going:
@@ -74,8 +80,12 @@ class Screen:
 
     def _step(self, which):
         m, q = self.steps, self.basis[:, self.steps]
-        # A - I has the Krylov spaces of A; a residual layer without its I is far from the last q.
-        images = self.apply(q) - q
+        # A - sI has the Krylov spaces of A; a residual layer without its I is far from the last q.
+        # With s of A's own size, so that no scale of A is lost beside it.
+        images = self.apply(q)
+        if m == 0:
+            self.shift = np.sum(q * images, axis=1)
+        images = images - self.shift[:, None] * q
         for i in which:
             Q, v = self.basis[i, : m + 1], images[i]
             before = after = float(np.linalg.norm(v))
@@ -89,7 +99,7 @@ class Screen:
             self.hessenberg[i, m + 1, m] = after
             self.log_norm[i] += math.log(after) if after > 0 else -math.inf
             self.dimension[i] = m + 1
-            if after <= 1e-14 * max(1.0, before):
+            if after <= 1e-14 * max(abs(self.shift[i]), before):
                 self.closed[i] = True
             else:
                 self.basis[i, m + 1] = v / after
@@ -97,7 +107,7 @@ class Screen:
 
     def _ritz_values(self, i):
         m = self.dimension[i]
-        return 1 + np.linalg.eigvals(self.hessenberg[i, :m, :m])
+        return self.shift[i] + np.linalg.eigvals(self.hessenberg[i, :m, :m])
 
     def radius(self, i: int) -> float:
         """The largest modulus of a Ritz value of matrix i: about its spectral radius."""
