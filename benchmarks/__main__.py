@@ -15,8 +15,8 @@ timed. Then both sides take turns on the same cores. Columns:
 Of a peer that says "timed 1/N" a part of the work was timed, and its seconds are those times N.
 The JSON file holds `machine`, `quick`, `rows` (see `benchmarks.rows.measured`; `seconds` are those
 of every call) and, with --device, `device`; it is written again after every row. Of a file that is
-there already, made on the same machine with the same versions, the rows that are not run again
-stay.
+there already the rows that are not run again stay; one of another machine, of other versions or
+sizes is refused.
 """
 
 from __future__ import annotations
@@ -86,10 +86,13 @@ def _kept(path: Path | None, document: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     try:
         earlier = json.loads(path.read_text())
-        same = all(earlier[name] == document[name] for name in ("machine", "quick"))
-        return [row for row in earlier["rows"] if row["name"]] if same else []
+        kept = [row for row in earlier["rows"] if row["name"]]
+        others = [name for name in ("machine", "quick") if earlier[name] != document[name]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of this command: {error!r}") from error
+    if others:
+        raise ValueError(f"{path} holds a table of another {others[0]}: give another file")
+    return kept
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -64,7 +64,7 @@ def case(source, tokens, of_eager, of_products=None) -> Case:
 
         def run():
             with torch.inference_mode():
-                return theirs(tensor, output_hidden_states=True).hidden_states
+                return theirs(tensor, output_hidden_states=True, use_cache=False).hidden_states
 
         return run
 

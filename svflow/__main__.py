@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from svflow import page, report
 from svflow.data import PASSAGE, default_model_path
-from svflow.models.loading import load
+from svflow.models.config import TransformerConfig
+from svflow.models.loading import load, opened
 from svflow.models.tokenizer import load_tokenizer
-from svflow.models.transformer import Transformer
+from svflow.models.transformer import Transformer, indices_of
 from svflow.panels import PANELS, depth
 from svflow.portrait import portrait
 from svflow.spectra.controls import initialisation
@@ -118,15 +119,19 @@ def _run(arguments: argparse.Namespace) -> None:
     with _publish(arguments.out) as scratch:
         if arguments.dtype == "float64":
             jax.config.update("jax_enable_x64", True)
-        docs = []
+        texts = []  # of every model, before the first is measured
         for given in arguments.models or [None]:
-            source = default_model_path() if given is None else given
-            text, ids, pieces = _tokens(source, arguments)
-            model = load(source, dtype=jnp.dtype(arguments.dtype))
-            said = dict(text=text, pieces=pieces)
-            docs.append(_document(model, ids, arguments, name=_name(given), **said))
+            try:
+                texts.append(_text(default_model_path() if given is None else given, arguments))
+            except ValueError as error:
+                several = len(arguments.models) > 1
+                raise ValueError(f"{_name(given)}: {error}" if several else error) from error
+        docs = []
+        for given, (source, ids, said) in zip(arguments.models or [None], texts):
+            model, name = load(source, dtype=jnp.dtype(arguments.dtype)), _name(given)
+            docs.append(_document(model, ids, arguments, name=name, **said))
             if arguments.untrained:
-                untrained, name = initialisation(jax.random.key(1), model), _name(given)
+                untrained = initialisation(jax.random.key(1), model)
                 docs.append(_document(untrained, ids, arguments, name=f"{name}, untrained", **said))
         light, dark = page.pictures(docs, "light"), page.pictures(docs, "dark")
         for place, drawn in zip(("", ".2"), light):
@@ -149,8 +154,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _document(
     model: Transformer, ids: np.ndarray, arguments: argparse.Namespace, **said: Any
 ) -> dict[str, Any]:
-    """The portrait of one model; `said` is its name, text and pieces."""
-    ids, cut_from = _fit(model, ids, arguments.max_tokens)
+    """The portrait of one model; `said` is its name, text, pieces and what was cut."""
     bar = functools.partial(tqdm, desc="layers", delay=2, leave=False, disable=None)
     found = portrait(model, ids, progress=bar)
     panels = {
@@ -158,8 +162,7 @@ def _document(
         for key, panel in PANELS.items()
         if not getattr(arguments, f"no_{key}") and _installed(panel)
     }
-    said["pieces"] = said["pieces"][: len(ids)]
-    return report.document(found, model, ids, cut_from=cut_from, panels=panels, **said)
+    return report.document(found, model, ids, panels=panels, **said)
 
 
 def _installed(panel: ModuleType) -> bool:
@@ -203,6 +206,22 @@ def _name(model: str | None) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
+def _text(source, arguments) -> tuple[Any, np.ndarray, dict[str, Any]]:
+    """The source, the ids that fit its model, and the text, pieces and what was cut.
+
+    Nothing but the head of its files is read.
+    """
+    config = opened(source, jnp.dtype(arguments.dtype)).config
+    text, ids, pieces = _tokens(source, arguments)
+    most = arguments.max_tokens
+    own = arguments.text is None and arguments.ids is None
+    ids, cut_from = _fit(config, ids, most, cuts=own and most is None)
+    indices_of(ids, config.vocab_size, "id", "vocabulary")
+    if len(ids) < 2:
+        raise ValueError("a portrait needs at least two tokens, got one")
+    return source, ids, dict(text=text, pieces=pieces[: len(ids)], cut_from=cut_from)
+
+
 def _tokens(source, arguments) -> tuple[str | None, np.ndarray, list[str]]:
     """The text (None for ids), its ids, and a readable piece for each."""
     if arguments.ids is not None:
@@ -225,12 +244,15 @@ def _tokens(source, arguments) -> tuple[str | None, np.ndarray, list[str]]:
     return text, ids, tokenizer.tokens(ids)
 
 
-def _fit(model: Transformer, ids: np.ndarray, most: int | None) -> tuple[np.ndarray, int | None]:
-    """The ids that fit, and how many there were if they were cut."""
-    config = model.config
+def _fit(
+    config: TransformerConfig, ids: np.ndarray, most: int | None, *, cuts: bool
+) -> tuple[np.ndarray, int | None]:
+    """The ids that fit, and how many there were if they were cut; `cuts`: to the model's room."""
     room = config.hf.get("max_position_embeddings")
     if config.positions:
         room = config.positions - config.position_offset
+    if cuts:
+        most = room
     if most is not None and len(ids) > most:
         print(f"svflow: {len(ids)} tokens, cut to the first {most}", file=sys.stderr)
         ids, cut_from = ids[:most], len(ids)

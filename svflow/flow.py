@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,6 +38,11 @@ def check_flow(flow: object, wanted: str = "flow must be") -> None:
     for name in ("depth", "width"):
         if not hasattr(flow, name):
             raise ValueError(f"{type(flow).__name__} does not set `{name}`")
+        value = getattr(flow, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(
+                f"{type(flow).__name__} sets {name} = {value!r}, which must be a positive integer"
+            )
 
 
 def check_context(context: Context | None, tokens: int) -> None:

@@ -192,6 +192,8 @@ def over_depth(
     elif scale == "log":
         axes.set_yscale("log")
         _log_ticks(axes)
+    else:  # no power of ten that stands by itself, above the axis
+        axes.yaxis.set_major_formatter(PLAIN)
     axes.set_title(title)
     axes.set_ylabel(label)
     if first:

@@ -91,11 +91,13 @@ def portrait(
     "interpreting GPT: the logit lens", 2020.
 
     Raises:
-        ValueError: ids that the model does not take or fewer than two of them, a dt that does not
-            fit, or a state that is not finite.
+        ValueError: what is no model, ids that the model does not take or fewer than two of them, a
+            dt that does not fit, or a state that is not finite.
     """
     if not 0 < dt <= 0.5 or abs(1 / dt - 2 * round(0.5 / dt)) > 1e-9:
         raise ValueError(f"dt must be one over an even number, got {dt}")
+    if not hasattr(model, "flow"):
+        raise ValueError(f"a portrait is of a transformer, got {type(model).__name__}")
     flow = model.flow
     with jax.default_matmul_precision("highest"):
         state = model.embed(ids)  # checks ids before they become an array of fewer bits

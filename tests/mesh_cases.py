@@ -223,6 +223,7 @@ def training():
 def loading():
     """Checkpoints read in slices are those read whole, bit for bit."""
     found = {}
+    sv.models.slices.PIECE = 1000  # bytes, so that slices take several reads, as those of 2 GiB do
     for folder in sorted(GOLDEN.iterdir()):
         mesh = mesh_of(2, 4)
         one = sv.load(folder, dtype=jnp.bfloat16)

@@ -211,7 +211,7 @@ def test_the_command(tmp_path, capsys, monkeypatch, calls):
     assert __main__.main(["--json", str(file)]) == 1
     assert json.loads(file.read_text())["rows"][0]["status"] == "wrong"
 
-    # Other rows of the same machine stay, in their places; those of another go.
+    # Other rows of the same machine stay, in their places; a file of another is refused.
     other = dataclasses.replace(made(calls), name="made/other")
     monkeypatch.setattr(rows, "chosen", lambda names: [other])
     assert __main__.main(["--json", str(file)]) == 0
@@ -222,8 +222,9 @@ def test_the_command(tmp_path, capsys, monkeypatch, calls):
     assert [(row["name"], row["status"]) for row in found["rows"]] == both
     found["machine"]["cores"] += 1
     file.write_text(json.dumps(found))
-    assert __main__.main(["--json", str(file)]) == 0
-    assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["made/up"]
+    assert __main__.main(["--json", str(file)]) == 2
+    assert "found.json holds a table of another machine" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == found
     file.write_text("{}")
     assert __main__.main(["--json", str(file)]) == 2
     assert "found.json is no table of this command" in capsys.readouterr().err

@@ -442,6 +442,10 @@ def test_one_layer_has_no_cosine():
         (["{gpt2}", "--ids", "9" * 30], "is outside every vocabulary"),
         (["{gpt2}", "--text", "abc " * 70], "but the model has 64 positions; --max-tokens 64 cuts"),
         ([LLAMA, "--ids", ",".join("5" * 513)], "513 tokens, but the model has 512 positions"),
+        # Before the first of two is measured, and by name.
+        ([LLAMA, "{gpt2}", "--ids", ",".join("5" * 70)], "tiny gpt2.*: 70 tokens, .* 64 positions"),
+        (["{gpt2}", "missing/model", "--ids", "1,2"], "missing/model"),
+        ([LLAMA.parent], "config.json"),
         (["{gpt2}", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
         (["{gpt2}", "--draws", "0"], "--draws must be at least 1, got 0"),
         (["{gpt2}", "--out", LLAMA / "config.json"], "config.json is a file, not a folder"),
@@ -454,6 +458,13 @@ def test_errors_are_one_line(arguments, message, gpt2, tmp_path, capsys, monkeyp
     assert (status, printed) == (2, "")
     assert re.fullmatch(rf"svflow: .*{message}.*\n", errors), errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_passage_is_cut_to_the_models_room(gpt2, capsys):
+    source, ids, said = command._text(gpt2, command._parser().parse_args([str(gpt2)]))
+    assert (source, len(ids), len(said["pieces"])) == (gpt2, 64, 64)
+    assert said["cut_from"] > 64
+    assert f"{said['cut_from']} tokens, cut to the first 64" in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_what_was_there(gpt2, tmp_path, capsys, monkeypatch):

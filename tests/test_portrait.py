@@ -338,6 +338,11 @@ def test_what_is_refused(ids, options, message, portraits):
         portrait(portraits["gpt2"][0], np.array(ids), **options)
 
 
+def test_a_flow_alone_has_no_portrait(portraits):
+    with pytest.raises(ValueError, match="a portrait is of a transformer, got TransformerFlow"):
+        portrait(portraits["gpt2"][0].flow, np.array([1, 2]))
+
+
 def test_wide_ids_do_not_wrap_into_the_vocabulary(portraits):
     # As without x64, where JAX makes 1 of 2^32 + 1.
     with jax.enable_x64(False), pytest.raises(ValueError, match="is outside the vocabulary"):

@@ -285,6 +285,7 @@ def test_indices_without_a_row():
         (dict(ids=3), "sequence"),
         (dict(ids=[[1, 2]]), "jax.vmap"),
         (dict(ids=[1.0]), "integers, got float64"),
+        (dict(ids="Call me"), "ids must be integers, got text: encode it first"),
         (dict(ids=[True]), "integers, got bool"),
         (dict(ids=[1, 2**70]), "integers, got object"),
         (dict(segments=[0]), "1 segments for 2 ids"),

@@ -516,6 +516,13 @@ def test_an_implicit_solver_that_does_not_converge_stops():
 # Refusals
 
 
+def sized(**sizes):
+    flow = sv.Flow()
+    for name, value in {"depth": 4, "width": 6, **sizes}.items():
+        setattr(flow, name, value)
+    return flow
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -556,6 +563,9 @@ def test_an_implicit_solver_that_does_not_converge_stops():
         (dict(solver=sv.Strang), "solver must be an instance"),
         (dict(flow=jnp.ones(3)), "simulate takes an svflow.Flow"),
         (dict(flow=sv.Flow()), "does not set `depth`"),
+        (dict(flow=sized(depth=1.5)), "sets depth = 1.5, which must be a positive integer"),
+        (dict(flow=sized(depth=0)), "sets depth = 0"),
+        (dict(flow=sized(width="6")), "sets width = '6'"),
         (dict(context=sv.Context(positions=jnp.ones((1, 3), int))), "positions has shape"),
         (dict(context=sv.Context(positions=jnp.ones(3))), "positions has type"),
         (dict(stepsize_controller=diffrax.PIDController(1e-3, 1e-3)), "no error estimate"),

@@ -9,6 +9,9 @@ import numpy as np
 
 from svflow.models.checkpoint import Checkpoint, Place
 
+PIECE = 2**30
+"""Bytes of one read: Linux gives less than 2 GiB at a time."""
+
 
 def read_part(
     checkpoint: Checkpoint, name: str, part: Callable[[np.ndarray], np.ndarray]
@@ -50,8 +53,12 @@ def _read(place: Place, whole: np.ndarray, wanted: np.ndarray, name: str) -> np.
     steps = np.asarray(ordered.strides[:outer], np.int64)
     with place.file.open("rb", buffering=0) as file:
         for row, index in zip(rows, np.ndindex(*ordered.shape[:outer])):
-            if os.preadv(file.fileno(), [row.data], start + int(np.dot(index, steps))) != run:
-                raise ValueError(f"{place.file} is damaged: it ends within {name}")
+            at, done = start + int(np.dot(index, steps)), 0
+            while done < run:
+                got = os.preadv(file.fileno(), [row.data[done : done + PIECE]], at + done)
+                if got == 0:
+                    raise ValueError(f"{place.file} is damaged: it ends within {name}")
+                done += got
     return out.transpose(np.argsort(order))
 
 

@@ -278,6 +278,8 @@ def indices_of(values, size: int, name: str, table: str) -> Int[Array, " tokens"
     """Indices into a table of `size` rows, checked as far as they are known at this time."""
     if not isinstance(values, jax.core.Tracer):
         values = np.asarray(values)  # without x64 JAX would wrap wide integers into the table
+        if values.dtype.kind in "US":
+            raise ValueError(f"{name}s must be integers, got text: encode it first")
     if values.ndim != 1 or not values.size:
         raise ValueError(
             f"{name}s must be a sequence that is not empty, got shape {values.shape}; batches go "
