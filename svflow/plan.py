@@ -23,6 +23,7 @@ measurement on the accelerator replaces:
 - Jacobians are in float32 at the highest precision: a GPU's float32 peak, not TF32's.
 - Narrow weights are widened a layer at a time, as the programs say. (XLA for the CPU, which has
   no bfloat16, widens what a loop reads beforehand: there a whole model takes float32's memory.)
+- Of a collective the result is sent once: a ring's all-reduce takes about twice as long.
 - LAPACK runs in float64 on the host, see `Host`; `LAPACK` counts its operations.
 
 The peaks of `ACCELERATORS` are NVIDIA's, from its data sheets of the H100 SXM (bfloat16 without
@@ -161,7 +162,7 @@ class Cost(NamedTuple):
     Arguments:
         flops: operations.
         moved: bytes read and written, before any cache.
-        sent: bytes of collectives' results.
+        sent: bytes of collectives' results, each once.
         scratch: bytes that it allocates beside arguments and results.
     """
 

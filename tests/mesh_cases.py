@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +234,13 @@ def loading():
             bool((np.asarray(a) == np.asarray(b)).all()) and b.sharding == s
             for a, b, s in zip(jax.tree.leaves(one), jax.tree.leaves(each), wanted)
         )
+    # The devices of one host share its memory: all of the shares have to fit.
+    size = sharding.local_bytes(one, mesh)
+    with mock.patch.object(sv.memory, "_host", lambda: 3 * size):
+        try:
+            sv.load(folder, dtype=jnp.bfloat16, mesh=mesh)
+        except MemoryError as error:
+            found["one memory"] = "the weights would take" in str(error)
     return found
 
 

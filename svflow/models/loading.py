@@ -84,7 +84,12 @@ def load(source: str | os.PathLike, *, dtype=jnp.float32, mesh: Mesh | None = No
     _, _, dtype, shapes, treedef, plan = found
     mesh = None if mesh is None else auto(mesh)
     abstract = jax.tree.unflatten(treedef, shapes.values())
-    size = parameter_bytes(shapes.values()) if mesh is None else local_bytes(abstract, mesh)
+    if mesh is None:
+        size = parameter_bytes(shapes.values())
+    else:
+        own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        shared = any(d.platform == "cpu" for d in own)  # one memory for all of them
+        size = local_bytes(abstract, mesh) * (len(own) if shared else 1)
     check_memory("the weights", size, jnp.zeros(()))
     if mesh is not None:
         return _load_sliced(found, shardings(abstract, mesh))
