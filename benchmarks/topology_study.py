@@ -1,12 +1,12 @@
 """The topology study of real checkpoints beside their untrained selves, as Markdown tables.
 
     python benchmarks/topology_study.py CORPUS --folder FOLDER [MODELS ...] [--passages 200]
-        [--untrained-passages N] [--tokens 128] [--resolutions 1 4] [--runs 10] [--out FILE.md]
+        [--untrained-passages N ...] [--tokens 128] [--resolutions 1 4] [--runs 10] [--out FILE.md]
 
 The embedded model comes first: its checkpoints over training, and the weights that training began
 with; then every MODEL (a folder, hub id or .gguf file) and `controls.initialisation` of it. The
-passages are cut from the text file CORPUS at even distances, TOKENS ids each; an untrained MODEL
-can have fewer of them, the first. A folder with
+passages are cut from the text file CORPUS at even distances, TOKENS ids each; each MODEL's
+untrained self can have fewer of them, the first. A folder with
 vocab.txt and no tokenizer.json is a model of chemistry: its passages are amide couplings.
 
 The studies are .npz files in FOLDER, and a run that was killed continues from them; so do more
@@ -24,6 +24,7 @@ columns of R = J - I.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from pathlib import Path
 
@@ -215,10 +216,11 @@ def lines(given) -> list[str]:
     rows: dict[float, list[str]] = {resolution: [] for resolution in given.resolutions}
     full = []
     trained: dict[int, list[topology.Study]] = {}
+    fewer = dict(itertools.zip_longest(given.models, given.untrained_passages))
     for name, source, model, printed in models(given.models):
         ids = passages(source, corpus, given.passages, given.tokens)
         if name.endswith("untrained") and source in given.models:
-            ids = ids[: given.untrained_passages]
+            ids = ids[: fewer[source]]
         path = given.folder / (name.replace(", ", "_").replace(" ", "_") + ".npz")
         for place, resolution in enumerate(given.resolutions):
             options = topology.Options(resolution=resolution, runs=given.runs)
@@ -249,7 +251,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--passages", type=int, default=200)
-    parser.add_argument("--untrained-passages", type=int, metavar="N", help="default: all")
+    parser.add_argument(
+        "--untrained-passages", type=int, nargs="+", metavar="N", default=[],
+        help="of each MODEL in order (default: all)",
+    )  # fmt: skip
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--resolutions", type=float, nargs="+", default=[1.0, 4.0])
     parser.add_argument("--runs", type=int, default=10)

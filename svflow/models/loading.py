@@ -315,7 +315,7 @@ def _plan(
                 missing.append(name)
                 continue
             used.add(name)
-            _check_shape(rule, config, shapes, index, name, checkpoint.shapes[names[name]])
+            _check_shape(checkpoint, rule, config, shapes, index, names[name])
             plan.append((names[name], rule, index))
     if missing:
         raise ValueError(f"{checkpoint.source}: missing {_few(missing)}")
@@ -342,10 +342,13 @@ def _few(names: list[str]) -> str:
     return f"{tensors} {', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
 
 
-def _check_shape(rule, config, shapes, index, name, found):
+def _check_shape(checkpoint, rule, config, shapes, index, name):
     expected = [tuple(shapes[path].shape[len(index) :]) for path in rule.ours]
     # Stand-ins without memory: the shape that our parameters would have in the file.
     stand_ins = tuple(np.broadcast_to(np.zeros((), np.int8), shape) for shape in expected)
     wanted = rule.join(stand_ins, config).shape
-    if tuple(found) != wanted:
-        raise ValueError(f"tensor {name!r} has shape {tuple(found)}, expected {wanted}")
+    found = tuple(checkpoint.shapes[name])
+    if found != wanted:
+        raise ValueError(
+            f"{checkpoint.source}: tensor {name!r} has shape {found}, and by the config {wanted}"
+        )
