@@ -236,7 +236,7 @@ def loading():
         )
     # The devices of one host share its memory: all of the shares have to fit.
     size = sharding.local_bytes(one, mesh)
-    with mock.patch.object(sv.memory, "_host", lambda: 3 * size):
+    with mock.patch.object(sv.memory, "_host", return_value=3 * size):
         try:
             sv.load(folder, dtype=jnp.bfloat16, mesh=mesh)
         except MemoryError as error:
