@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
+
+from svflow.integers import is_integer
 
 
 class Context(NamedTuple):
@@ -39,7 +40,7 @@ def check_flow(flow: object, wanted: str = "flow must be") -> None:
         if not hasattr(flow, name):
             raise ValueError(f"{type(flow).__name__} does not set `{name}`")
         value = getattr(flow, name)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        if not is_integer(value, 1):
             raise ValueError(
                 f"{type(flow).__name__} sets {name} = {value!r}, which must be a positive integer"
             )

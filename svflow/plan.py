@@ -33,7 +33,6 @@ sparsity) and the A100 SXM 80 GB; links are NVLink's, one direction.
 from __future__ import annotations
 
 import argparse
-import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +45,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from svflow.integers import positive
 from svflow.memory import readable
 from svflow.models.config import TransformerConfig
 from svflow.models.loading import parameter_bytes
@@ -226,7 +226,7 @@ def plan(
             for, or another kind of mesh.
     """
     host, given = Host() if host is None else host, dtype
-    samples, tokens = _positive("samples", samples), _positive("tokens", tokens)
+    samples, tokens = positive("samples", samples), positive("tokens", tokens)
     mesh = None if mesh is None else auto(mesh)
     try:
         dtype = jnp.dtype(dtype)
@@ -275,16 +275,6 @@ def plan(
         host_seconds=(samples * measures / rate, samples * products / rate),
         fits=peak <= accelerator.memory,
     )
-
-
-def _positive(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} must be positive, an integer, got {value!r}")
-    return number
 
 
 def _total(parts: Sequence[tuple[Cost, int]]) -> Cost:

@@ -211,7 +211,7 @@ def test_haar_arguments():
     assert controls.haar(TYPED, 3).dtype == jnp.float32
     assert controls.haar(TYPED, 3, jnp.bfloat16).dtype == jnp.float32
     assert controls.haar(LEGACY, 1, jnp.float64, (2, 3)).shape == (2, 3, 1, 1)
-    with pytest.raises(ValueError, match="d must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="d must be a positive integer, got 0"):
         controls.haar(TYPED, 0)
 
 

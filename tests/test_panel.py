@@ -117,7 +117,7 @@ def test_what_is_refused():
         panel(model, [1, 23])
     with pytest.raises(ValueError, match="token 6 is not one of 6 tokens"):
         panel(model, IDS, token=6)
-    with pytest.raises(ValueError, match="draws must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="draws must be a positive integer, got 0"):
         panel(model, IDS, draws=0)
 
 

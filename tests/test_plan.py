@@ -156,7 +156,7 @@ def test_the_command_prints_a_row_for_each(capsys, monkeypatch):
 def test_what_is_wrong_is_said():
     with pytest.raises(ValueError, match="tokens must be positive"):
         plan(CONFIG, tokens=0)
-    with pytest.raises(ValueError, match=r"samples must be positive, an integer, got 1\.5"):
+    with pytest.raises(ValueError, match=r"samples must be a positive integer, got 1\.5"):
         plan(CONFIG, samples=1.5)
     for dtype, said in ((np.float64, "no peak of .*float64"), ("fp8", "no peak of 'fp8'")):
         with pytest.raises(ValueError, match=said):

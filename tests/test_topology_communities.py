@@ -191,7 +191,7 @@ def test_adjusted_rand_index():
     [
         (dict(seed=-1), "seed must be an integer from 0, got -1"),
         (dict(seed=0.5), "seed must be an integer from 0, got 0.5"),
-        (dict(seed=0, runs=0), "runs must be at least 1, got 0"),
+        (dict(seed=0, runs=0), "runs must be a positive integer, got 0"),
         (dict(seed=0, resolution=-1), "resolution must be finite and not negative"),
         (dict(seed=0, resolution=np.nan), "resolution must be finite and not negative"),
     ],

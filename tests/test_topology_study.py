@@ -185,7 +185,7 @@ def test_bad_input_is_named_before_any_work(model, tmp_path, monkeypatch):
         (dict(model=model.flow), "a study needs a Transformer"),
         (dict(out=tmp_path), "is a folder, not a file"),
         (dict(options=OPTIONS._replace(k=16)), r"k must be one of 1 \.\. 15 at width 16, got 16"),
-        (dict(options=OPTIONS._replace(runs=0)), "runs must be at least 1"),
+        (dict(options=OPTIONS._replace(runs=0)), "runs must be a positive integer"),
         (dict(options=OPTIONS._replace(alpha=0)), "alpha must lie between 0 and 1"),
     ):
         given = dict(model=model, sequences=SEQUENCES, out=path, options=OPTIONS) | change

@@ -24,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from svflow.integers import positive
 from svflow.memory import check_memory
 from universal.program import solve
 from universal.random_machine import KINDS, random
-from universal.sizes import check_kind, machine_width, positive
+from universal.sizes import check_kind, machine_width
 from universal.transformer import (
     AttentionTransformer,
     attention_matrices,

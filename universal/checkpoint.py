@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from svflow import Transformer, TransformerFlow
+from svflow.integers import positive
 from svflow.memory import check_memory
 from svflow.power import PowerFlow
-from universal.sizes import positive
 from universal.transformer import AttentionTransformer
 
 

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float
 
 from svflow import Context, Flow
 from svflow.dtypes import at_least_float32
+from svflow.integers import positive
 from svflow.memory import check_memory
 from universal.maps import Routing, live_columns
 from universal.random_machine import random
-from universal.sizes import check_kind, machine_width, positive
+from universal.sizes import check_kind, machine_width
 from universal.sparse import sparse
 from universal.transformer import AttentionTransformer, check_transformer
 

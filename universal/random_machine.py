@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from svflow.integers import positive
 from svflow.memory import check_memory, magnitude
 from svflow.spectra.controls import haar
-from universal.sizes import check_kind, machine_width, positive, square_width
+from universal.sizes import check_kind, machine_width, square_width
 from universal.transformer import AttentionTransformer
 
 KINDS = ("untied", "looped", "residual")

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
+from svflow.integers import positive
 from svflow.memory import check_memory
 from universal.bounds import QUICK, aligned
 from universal.interpret import Matching, attention_matching
 from universal.program import program as program_of
 from universal.program import solve
-from universal.sizes import positive
 from universal.transformer import AttentionTransformer, check_state, check_transformer, run
 
 EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from svflow.integers import positive
 
 KINDS = ("single", "compressed", "untied", "looped", "residual")
 
@@ -84,10 +84,3 @@ def _geometric(base: int, terms: int) -> int:
 def check_kind(kind: str, kinds: tuple[str, ...]) -> None:
     if kind not in kinds:
         raise ValueError(f"kind must be one of {', '.join(map(repr, kinds))}, got {kind!r}")
-
-
-def positive(name: str, value) -> int:
-    """The value as an int; ValueError unless it is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return int(value)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from svflow.integers import positive
 from universal.components import Blocks
-from universal.sizes import positive
 from universal.tasks import Task
 from universal.training import Trained, embedded, logits
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from svflow.integers import positive
 from svflow.memory import check_memory, magnitude
 from universal.maps import Routing
-from universal.sizes import machine_width, positive
+from universal.sizes import machine_width
 from universal.transformer import AttentionTransformer
 
 

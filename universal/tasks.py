@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from universal.sizes import positive
+from svflow.integers import is_integer, positive
 
 PAD, OPEN, CLOSE, ASK = range(4)
 """The ids of `dyck1`."""
@@ -226,9 +226,8 @@ def _letters(alphabet) -> int:
 
 
 def _hops(hops) -> tuple[int, int]:
-    whole = isinstance(hops, tuple) and len(hops) == 2
-    whole = whole and all(isinstance(k, int | np.integer) and k is not True for k in hops)
-    if not whole or not 0 <= hops[0] <= hops[1]:
+    pair = isinstance(hops, tuple) and len(hops) == 2 and all(is_integer(k, 0) for k in hops)
+    if not pair or hops[0] > hops[1]:
         raise ValueError(f"hops must be two numbers, (the least, the largest k), got {hops!r}")
     return int(hops[0]), int(hops[1])
 

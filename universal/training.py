@@ -25,11 +25,11 @@ from jaxtyping import Array, Float, Int
 
 from svflow import Flow, ScanAdjoint, simulate
 from svflow.flow import check_flow
+from svflow.integers import is_integer, positive
 from svflow.sharding import over_data
 from universal.components import Blocks, Recipe, read_columns, reader
 from universal.devices import spread
 from universal.saved import DAMAGED, digest, saving, typed
-from universal.sizes import positive
 from universal.tasks import Batch, Task
 
 CLAIM = 10_000
@@ -589,8 +589,7 @@ def _check(machine, task, settings, seeds) -> tuple[int, ...]:
     if not isinstance(settings, Settings):
         raise ValueError(f"settings must be Settings, got {type(settings).__name__}")
     given = list(seeds) if isinstance(seeds, Iterable) else [seeds, seeds]
-    whole = [s for s in given if isinstance(s, int | np.integer) and not isinstance(s, bool)]
-    numbers = [int(s) for s in whole if 0 <= s < 2**32]
+    numbers = [int(s) for s in given if is_integer(s, 0, 2**32 - 1)]
     if not numbers or len(numbers) < len(given) or len(set(numbers)) < len(given):
         raise ValueError(f"seeds must be different integers from 0 to 2^32 - 1, got {seeds!r}")
     return tuple(numbers)

@@ -21,9 +21,9 @@ from svflow import Context, Flow, simulate
 from svflow.attention import allowed_keys, attention_weights, query_chunk
 from svflow.dtypes import at_least_float32
 from svflow.flow import check_context
+from svflow.integers import positive
 from svflow.memory import check_memory
 from universal.maps import Map, Routing, gather, read, sources_of, spread
-from universal.sizes import positive
 
 NAMES = ("query", "key", "value", "unembed")
 

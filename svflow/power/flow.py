@@ -22,6 +22,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from svflow import attention
 from svflow.flow import Flow
+from svflow.integers import is_integer
 from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.power.directions import known, polar, reals
 from svflow.sharding import DATA
@@ -162,8 +163,7 @@ class PowerFlow(Flow):
         Raises:
             ValueError: a layer that is not an integer of 0 .. depth - 1.
         """
-        integer = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
-        if not integer or not 0 <= layer < self.depth:
+        if not is_integer(layer, 0, self.depth - 1):
             raise ValueError(f"layer must be one of 0 .. {self.depth - 1}, got {layer!r}")
         value, output = self._weights(jnp.asarray(layer))[2:]
         return jnp.einsum("hdv,hve->ed", value, output, precision=jax.lax.Precision.HIGHEST)
@@ -275,7 +275,7 @@ def _depth(depth: int | None, layers: int | None) -> int:
         if depth is not None:
             raise ValueError(f"depth = {depth} was given, but the arrays have {layers} layers")
         return layers
-    if isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or depth < 1:
+    if not is_integer(depth, 1):
         raise ValueError(f"weights without a layer axis need depth, a positive int, got {depth!r}")
     return int(depth)
 

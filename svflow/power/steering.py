@@ -42,6 +42,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context
+from svflow.integers import is_integer
 from svflow.models.config import TransformerConfig
 from svflow.models.transformer import Transformer, TransformerFlow
 from svflow.power.directions import known, polar, real_tracer, reals, unit
@@ -312,7 +313,7 @@ def unembedding_direction(model: Transformer, token: int) -> Float[Array, " widt
     config, head = model.config, model.head
     if config.head is None:
         raise ValueError(f"this {config.family} checkpoint has no head: no unembedding")
-    if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+    if not is_integer(token):
         raise ValueError(f"token must be one id, got {token!r}")
     if not 0 <= token < config.vocab_size:
         raise ValueError(f"token {token} is outside the vocabulary of {config.vocab_size}")
@@ -564,7 +565,7 @@ def _layer(model, layer) -> int:
     if not isinstance(model, Transformer):
         raise ValueError(f"steering takes a Transformer, got {type(model).__name__}")
     depth = model.config.depth
-    if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+    if not is_integer(layer):
         raise ValueError(f"layer must be an integer, got {layer!r}")
     if not -depth <= layer < depth:
         raise ValueError(f"layer {layer} does not exist: the model has {depth}")

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ import numpy as np
 from jaxtyping import Array, Complex, Float
 
 from svflow.dtypes import at_least_float32
+from svflow.integers import positive
 from svflow.power.directions import normalised, reals
 from svflow.power.flow import PowerFlow
 from svflow.simulate import simulate
@@ -200,7 +201,7 @@ def predict(flow: PowerFlow, *, tokens: int | None = None) -> Prediction:
     """
     _check_flow(flow)
     if tokens is not None:
-        _check_tokens(tokens)
+        positive("tokens", tokens)
     F = _matrix(flow)
     value, vector, others = _dominant(F)
     plane = value.imag > 0
@@ -245,7 +246,7 @@ def modes(flow: PowerFlow, tokens: int) -> Complex[np.ndarray, "tokens modes"]:
         ValueError: as `predict`, or a complex lambda_1.
     """
     _check_flow(flow)
-    _check_tokens(tokens)
+    positive("tokens", tokens)
     value, _, others = _dominant(_matrix(flow))
     if value.imag:
         raise ValueError(f"lambda_1 = {value:.4g} is complex: there is no fixed point")
@@ -448,12 +449,6 @@ def _check_flow(flow) -> None:
         raise ValueError("the layers of this PowerFlow differ: the theory is of shared weights")
     if flow.width < 2:
         raise ValueError("a width of 1 has no directions to tell apart")
-
-
-def _check_tokens(tokens: Any) -> None:
-    integer = isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool)
-    if not integer or tokens < 1:
-        raise ValueError(f"tokens must be a positive integer, got {tokens!r}")
 
 
 def _eps(dtype) -> float:

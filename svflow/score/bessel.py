@@ -32,6 +32,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from svflow.dtypes import at_least_float32
+from svflow.integers import is_integer
 
 ORDER = 24  # The smallest order at which the expansion is used, and
 TERMS = 11  # so many of its terms: the next is below 1e-16 from that order on.
@@ -275,7 +276,7 @@ def log_uniform(dimension: int) -> float:
 
 
 def _checked(dimension: int, concentration: Any) -> tuple[int, Array]:
-    if isinstance(dimension, bool) or not isinstance(dimension, (int, np.integer)):
+    if not is_integer(dimension):
         raise ValueError(f"the dimension must be an int, got {dimension!r}")
     if dimension < 2:
         raise ValueError(f"a sphere needs a dimension of at least 2, got {dimension}")

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from svflow import geometry
 from svflow.dtypes import at_least_float32
 from svflow.flow import Flow
+from svflow.integers import is_integer
 from svflow.score.mixtures import StateMixture, check_posterior, check_states, improper
 
 MANIFOLDS = ("sphere", "euclidean")
@@ -126,7 +127,7 @@ class ScoreFlow(Flow):
             raise ValueError(
                 f"posterior must be a callable nnx.Module, got {type(posterior).__name__}"
             )
-        if isinstance(depth, bool) or not isinstance(depth, (int, np.integer)) or depth < 1:
+        if not is_integer(depth, 1):
             raise ValueError(f"depth must be a positive int, got {depth!r}")
         if manifold is not None and manifold not in MANIFOLDS:
             raise ValueError(f"manifold is one of {MANIFOLDS}, got {manifold!r}")

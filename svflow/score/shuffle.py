@@ -21,6 +21,7 @@ from scipy.stats import rankdata
 from scipy.stats import t as student
 
 from svflow.dtypes import at_least_float32
+from svflow.integers import is_integer
 from svflow.models.config import TransformerConfig
 from svflow.models.transformer import Transformer
 from svflow.portrait import loss_absent
@@ -184,7 +185,7 @@ def twins(
 
 def _check_whole(**values: Any) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if not is_integer(value):
             raise ValueError(f"{name} must be an int, got {value!r}")
 
 

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from svflow.dtypes import at_least_float32
+from svflow.integers import positive
 from svflow.models.transformer import Transformer
 from svflow.spectra.lapack import check_finite, check_matrices
 from svflow.spectra.schur import rotated, schur_parts
@@ -53,9 +54,7 @@ def haar(
     Raises:
         ValueError: a width below 1.
     """
-    if d < 1:
-        raise ValueError(f"d must be at least 1, got {d}")
-    draw = functools.partial(_orthogonal, d, at_least_float32(dtype))
+    draw = functools.partial(_orthogonal, positive("d", d), at_least_float32(dtype))
     drawn = jax.lax.map(draw, jax.random.split(key, math.prod(stack)))
     return drawn.reshape(*stack, d, d)
 

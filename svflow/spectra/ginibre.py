@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 from scipy import integrate, special
 
+from svflow.integers import is_integer
+
 
 def real_eigenvalues(d: int) -> float:
     """The expected number of real eigenvalues, exact:
@@ -184,7 +186,7 @@ def _frobenius(d: int) -> float:
 
 
 def _width(d: int) -> int:
-    if isinstance(d, bool) or not isinstance(d, int | np.integer) or d < 1:
+    if not is_integer(d, 1):
         raise ValueError(f"the width d must be a positive whole number, got {d!r}")
     return int(d)
 

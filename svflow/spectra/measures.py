@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Complex, Float
 
 from svflow.dtypes import at_least_float32
+from svflow.integers import is_integer
 from svflow.spectra import eigenvalues, ginibre, lapack
 from svflow.spectra.products import effective_rank, participation_ratio
 
@@ -156,7 +157,7 @@ def check_top(top: int | None, width: int) -> int:
     """How many singular directions, by default a 32nd; raises ValueError outside 1 .. width."""
     if top is None:
         return max(1, width // 32)
-    if isinstance(top, bool) or not isinstance(top, int | np.integer) or not 1 <= top <= width:
+    if not is_integer(top, 1, width):
         raise ValueError(f"top must be one of 1 .. {width}, got {top!r}")
     return int(top)
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from svflow.integers import positive
 from svflow.models.transformer import Transformer
 from svflow.spectra import controls
 from svflow.spectra.jacobians import text_jacobians
@@ -98,8 +99,7 @@ def panel(
         raise ValueError(f"a panel needs a Transformer, got {type(model).__name__}")
     if draws is None:
         draws = max(1, min(5, 640 // model.flow.width))
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
+    draws = positive("draws", draws)
     key = jax.random.key(seed)
     J = text_jacobians(model, ids, token=token)
     steps = [*SOURCES[:2], *(name for name in CONTROLS for _ in range(draws))]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from svflow.integers import is_integer
 from svflow.models.transformer import Transformer
 from svflow.resumable import Arrays, check_sequences, digest, over_sequences, read
 from svflow.sharding import gathered, mesh_of
@@ -91,7 +92,7 @@ def study(
         raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
     if scope not in SCOPES[:2]:
         raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
-    if isinstance(token, bool) or not isinstance(token, int | np.integer):
+    if not is_integer(token):
         raise ValueError(f"token must be an int, got {token!r}")
     if not 0 <= tau < np.inf:
         raise ValueError(f"tau must be finite and not negative, got {tau}")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from svflow.integers import is_integer
 from svflow.models.transformer import Transformer
 from svflow.topology.coupling import Coupling, check_test, coupled
 from svflow.topology.graphs import Correlation, Graph, graph
@@ -42,8 +43,7 @@ class Options(NamedTuple):
 
     def check(self, width: int) -> None:
         """Raises ValueError for an option that is none here, ImportError without the extra."""
-        whole = isinstance(self.k, int | np.integer) and not isinstance(self.k, bool)
-        if not whole or not 1 <= self.k < width:
+        if not is_integer(self.k, 1, width - 1):
             raise ValueError(f"k must be one of 1 .. {width - 1} at width {width}, got {self.k!r}")
         check_leiden(self.seed, self.resolution, self.runs)
         check_test(self.permutations, self.seed, self.correction, self.alpha)

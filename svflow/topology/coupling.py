@@ -31,6 +31,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, Int
 from scipy.stats import false_discovery_control, rankdata
 
+from svflow.integers import positive
 from svflow.spectra.lapack import check_finite, check_matrices
 from svflow.topology.graphs import Graph
 from svflow.topology.leiden import check_labels, check_seed
@@ -240,10 +241,7 @@ def coupled(
 
 def check_test(permutations: Any, seed: Any, correction: str, alpha: float) -> None:
     """What `coupling` raises for settings."""
-    if isinstance(permutations, bool) or not isinstance(permutations, int | np.integer):
-        raise ValueError(f"permutations must be an int, got {permutations!r}")
-    if permutations < 1:
-        raise ValueError(f"permutations must be at least 1, got {permutations}")
+    positive("permutations", permutations)
     if correction not in CORRECTIONS:
         raise ValueError(f"correction must be one of {CORRECTIONS}, got {correction!r}")
     if not 0 < alpha < 1:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, Int
 from scipy.linalg import blas
 
+from svflow.integers import is_integer
 from svflow.memory import check_memory
 
 BLOCK = 1024
@@ -186,7 +187,7 @@ def graph(
     nodes = len(found.variance)
     if nodes < 2:
         raise ValueError("a graph needs at least two coordinates, got 1")
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k < nodes:
+    if not is_integer(k, 1, nodes - 1):
         raise ValueError(f"k must be one of 1 .. {nodes - 1} for {nodes} coordinates, got {k!r}")
     codes = []
     for start in range(0, nodes, BLOCK):

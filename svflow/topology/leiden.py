@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import ArrayLike, Int
 
+from svflow.integers import is_integer, positive
 from svflow.topology.graphs import Graph
 
 
@@ -166,14 +167,13 @@ def scaled(weights: np.ndarray) -> np.ndarray:
 
 def check_seed(seed: Any) -> None:
     """Raises ValueError for what is not an integer from 0."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+    if not is_integer(seed, 0):
         raise ValueError(f"seed must be an integer from 0, got {seed!r}")
 
 
 def check_leiden(seed: Any, resolution: Any, runs: Any) -> None:
     """What `communities` raises for settings."""
-    if isinstance(runs, bool) or not isinstance(runs, int | np.integer) or runs < 1:
-        raise ValueError(f"runs must be at least 1, got {runs!r}")
+    positive("runs", runs)
     if not 0 <= resolution < np.inf:
         raise ValueError(f"resolution must be finite and not negative, got {resolution}")
     check_seed(seed)

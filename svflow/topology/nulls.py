@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import ArrayLike, Int
 
+from svflow.integers import is_integer
 from svflow.topology.graphs import Graph
 from svflow.topology.leiden import check_labels, check_seed
 
@@ -37,7 +38,7 @@ def rewired(graph: Graph, seed: int, *, sweeps: int = 20) -> Graph:
     and Sporns, NeuroImage 56, 2011.
     """
     check_seed(seed)
-    if isinstance(sweeps, bool) or not isinstance(sweeps, int | np.integer) or sweeps < 0:
+    if not is_integer(sweeps, 0):
         raise ValueError(f"sweeps must be an integer from 0, got {sweeps!r}")
     random = np.random.default_rng(seed)
     edges, nodes = graph.edges.copy(), graph.nodes

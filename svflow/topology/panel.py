@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import ArrayLike, Float, Int
 
+from svflow.integers import is_integer
 from svflow.models.transformer import Transformer
 from svflow.simulate import simulate
 from svflow.spectra import controls
@@ -89,7 +90,7 @@ def panel(
     whole = layers.ndim == 1 and layers.size and np.issubdtype(layers.dtype, np.integer)
     if not whole or layers.min() < 0 or layers.max() >= depth:
         raise ValueError(f"shown must be layers of 0 .. {depth - 1}, got {shown}")
-    if isinstance(skip, bool) or not isinstance(skip, int | np.integer):
+    if not is_integer(skip):
         raise ValueError(f"skip must be an int, got {skip!r}")
     if skip < 0:
         raise ValueError(f"skip must not be negative, got {skip}")

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from svflow.integers import is_integer
 from svflow.memory import check_memory
 from svflow.models.transformer import Transformer
 from svflow.resumable import Arrays, Rows, check_sequences, digest, over_sequences, read
@@ -99,7 +100,7 @@ def study(
     if scope not in SCOPES[:2]:
         raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
     for name, value in dict(token=token, skip=skip).items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if not is_integer(value):
             raise ValueError(f"{name} must be an int, got {value!r}")
     if skip < 0:
         raise ValueError(f"skip must not be negative, got {skip}")
@@ -174,8 +175,7 @@ def load_correlation(path: str | os.PathLike[str], layer: int) -> Correlation:
     """
     found = _read(path)
     layers = found.settings["layers"]
-    whole = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
-    if not whole or not 0 <= layer < layers:
+    if not is_integer(layer, 0, layers - 1):
         raise ValueError(f"layer must be one of 0 .. {layers - 1}, got {layer!r}")
     return _moments(found.carried, layer).correlation()
 
