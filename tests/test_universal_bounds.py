@@ -108,6 +108,8 @@ def test_heads_that_agree_are_no_paths_of_their_own(ranks):
 def test_programs_exist_from_the_number_of_equations_on(around):
     print(ut.phase_table([around]))
     assert around.least == around.first == LEAST
+    lost = around._replace(error=np.where(around.widths[:, None] == LEAST, np.nan, around.error))
+    assert lost.first != LEAST  # what is no number does not work
     np.testing.assert_array_equal(around.widths, [12, 15, 16, 20, 32])
     below = around.widths < LEAST
     assert around.error.shape == (5, 8)
@@ -207,6 +209,8 @@ def test_rounding_is_within_half_a_unit():
         off = np.abs(rounded - E) / unit
         assert 0.45 < off.max() <= 0.5 + 1e-12
         np.testing.assert_allclose(np.abs(rounded).max(axis=axis), top.squeeze(), rtol=1e-15)
+    tiny = np.asarray([[1e-44, -3e-44], [1.0, 0.5]], np.float32)  # a row below what 127 divides
+    assert np.isfinite(ut.quantise(tiny, "int8 per row")).all()
     once = ut.quantise(E.astype(np.float32), "int8 per row")
     assert once.dtype == jnp.float32
     np.testing.assert_allclose(ut.quantise(once, "int8 per row"), once, rtol=1e-6)

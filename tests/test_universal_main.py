@@ -30,10 +30,12 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     first = capsys.readouterr().out
     names = {path.name for path in (tmp_path / "new").iterdir()}
     always = {"results.json", "accuracy.png", "singular_values.png", "dyck-1-sparse-attention.npz"}
+    always |= {".results.json.lock"}
     assert always <= names <= always | {"dyck-1-sparse-attention.attention.png"}
     doc = json.loads((tmp_path / "new" / "results.json").read_text())
-    assert doc["command"].startswith("python -m universal --preset tiny --only dyck-1-sparse ")
     (cell,) = doc["cells"]
+    assert cell["command"].startswith("python -m universal --preset tiny --only dyck-1-sparse ")
+    assert len(cell["singular_values"]) == cell["width"]
     assert (cell["task"], cell["machine"], cell["paper"]) == ("Dyck-1", "sparse", "100")
     assert (cell["seeds"], cell["steps"], cell["evaluated"]) == ([0, 1], 4, [0, 2, 4])
     shares = [one["right"] / one["asked"] for one in cell["test"]]
@@ -55,9 +57,42 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 0
     again = json.loads((tmp_path / "new" / "results.json").read_text())["cells"]
     assert again == both
+    # A cell that the preset has no more, or has with other settings, is no part of its table.
+    stale = both[1] | dict(settings=both[1]["settings"] | dict(steps=5))
+    gone = both[1] | dict(name="of-old")
+    text = json.dumps(dict(preset="tiny", cells=[both[0], stale, gone]))
+    (tmp_path / "new" / "results.json").write_text(text)
+    assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 0
+    assert json.loads((tmp_path / "new" / "results.json").read_text())["cells"] == both[:1]
     assert command.main([*given, "--seeds", "3"]) == 2
     assert "dyck-1-sparse-attention: " in (error := capsys.readouterr().err)
     assert "seeds = [0, 1], not [0, 1, 2]" in error
+
+
+def test_two_runs_share_a_folder(tmp_path, capsys):
+    """What another run adds while a cell is trained stays."""
+    given = ["--preset", "tiny", "--out", str(tmp_path), "--only"]
+    alone = tmp_path / "alone"
+    command.main([*given[:3], str(alone), "--only", "dyck-1-random"])
+    other = json.loads((alone / "results.json").read_text())
+    train = command.train
+
+    def slow(*args, **kwargs):
+        found = train(*args, **kwargs)
+        (tmp_path / "results.json").write_text(json.dumps(other))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "train", slow)
+        assert command.main([*given, "dyck-1-sparse"]) == 0
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert [cell["machine"] for cell in cells] == ["sparse", "random"]
+
+
+def test_a_folder_may_begin_with_a_tilde(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert command.main(["--preset", "tiny", "--only", "dyck-1-sparse", "--out=~/runs"]) == 0
+    assert (tmp_path / "runs" / "results.json").exists()
 
 
 def test_a_claim_has_no_star():
@@ -94,10 +129,11 @@ def test_presets_are_the_papers_table(name):
     assert set(PAPER) <= {(c.task, c.components, c.machine) for c in preset.cells}
     widths = {}
     for cell in preset.cells:
-        assert cell.body.kind == cell.machine
-        assert cell.body.residual == cell.body.norm == (cell.components != "attention only")
-        assert bool(cell.body.hidden) == (cell.components == "+ frozen random MLP")
-        widths.setdefault(cell.task, set()).add(cell.body.width)
+        recipe = cell.recipe
+        assert recipe.kind == cell.machine
+        assert recipe.residual == recipe.norm == (cell.components != "attention only")
+        assert bool(recipe.hidden) == (cell.components == "+ frozen random MLP")
+        widths.setdefault(cell.task, set()).add(recipe.width)
         assert name == "tiny" or cell.settings.test >= 10_000
     assert all(len(of) == 1 for of in widths.values())  # machines of one task are equally wide
 
@@ -109,23 +145,23 @@ def test_blocks_of_a_language_model_are_trained_around():
         for task in ("dyck-1", "k-hop")
         for machine in ("trained", "initialised")
     ]
-    trained, initialised = (cell.body for cell in preset.cells[:2])
+    trained, initialised = (cell.recipe for cell in preset.cells[:2])
     assert trained.width == initialised.width == sv.load(sv.data.default_model_path()).config.width
     for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(initialised), strict=True):
         assert one.shape == other.shape
-    assert preset.cells[2].body is trained
+    assert preset.cells[2].recipe is trained
     # And the column of a flow in the table, with no recipe to tell of.
     cell = preset.cells[0]._replace(
-        learnt=ut.dyck1_task(2), settings=ut.Settings(steps=2, batch=4, warmup=1, every=1,
+        sequences=ut.dyck1_task(2), settings=ut.Settings(steps=2, batch=4, warmup=1, every=1,
                                                       validation=4, test=4)
     )  # fmt: skip
-    learnt = ut.train(cell.body, cell.learnt, cell.settings, seeds=(0, 1))
+    learnt = ut.train(cell.recipe, cell.sequences, cell.settings, seeds=(0, 1))
     kept = command.entry(cell, learnt)
-    assert kept["body"]["type"] == "TransformerFlow"
+    assert kept["recipe"]["type"] == "TransformerFlow"
     assert kept["width"] == trained.width
     with pytest.raises(ValueError, match="a TransformerFlow has no attention matrices that are"):
-        solved(learnt, cell.learnt)
-    assert len(singular_values_of(learnt)) == min(4 + cell.learnt.tokens, trained.width)
+        solved(learnt, cell.sequences)
+    assert len(singular_values_of(learnt)) == min(4 + cell.sequences.tokens, trained.width)
 
 
 @pytest.mark.parametrize("parts", [{}, dict(residual=True, norm=True)])
@@ -164,9 +200,7 @@ def test_pictures_show_their_arrays():
     steps, values = np.arange(0, 50, 10), np.linspace(0.5, 0.9, 10).reshape(5, 2)
     with matplotlib.rc_context(style("dark")):
         axes = Figure().add_subplot()
-        accuracy_over_steps(
-            axes, {"sparse": (steps, values)}, theme="dark", title="Dyck-1", chance=0.5
-        )
+        accuracy_over_steps(axes, {"sparse": (steps, values)}, theme="dark", title="Dyck-1")
         line = next(line for line in axes.lines if line.get_label() == "sparse")
         np.testing.assert_allclose(line.get_ydata(), 100 * values.mean(axis=1))
         assert np.array_equal(line.get_xdata(), steps)
@@ -174,7 +208,7 @@ def test_pictures_show_their_arrays():
         accuracy_over_steps(few, {"a": (steps[:2] // 10, values[:2])}, theme="dark", title="")
         for one in (axes, few):  # there is no half of a step
             assert (one.get_xticks() % 1 == 0).all()
-        assert {text.get_text() for text in axes.get_legend().texts} == {"sparse", "guess"}
+        assert [text.get_text() for text in axes.get_legend().texts] == ["sparse"]
         axes = Figure().add_subplot()
         singular_values(axes, {"random": np.asarray([4.0, 2.0, 1.0])}, theme="dark")
         np.testing.assert_allclose(axes.lines[0].get_ydata(), [1, 0.5, 0.25])

@@ -1,5 +1,6 @@
 """Learning programs: what is trained, what is not, and that a run can be repeated and continued."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -271,27 +272,102 @@ def test_no_evaluation_is_lost_by_steps_that_go_together():
 
 
 def test_an_accuracy_counts_fresh_sequences(whole):
-    found = [0, 0, 0]
+    found = [0, 0, 0, 0]
     embedding, flow = pick((whole.embedding, whole.flow), 1)
     for number in range(2):
         key = training._stream(SEEDS, training.TEST, 0, number)[1]
         ids, labels, mask = TASK.draw(key, 7)
         each = fast(jax.vmap(ut.logits, in_axes=(None, None, 0)))(embedding, flow, ids)
         right = (np.argmax(np.asarray(each), axis=-1) == np.asarray(labels)) & np.asarray(mask)
-        counts = right.sum(), mask.sum(), mask.any(axis=1).sum()
+        asked = np.asarray(mask).sum(axis=1)
+        counts = right.sum(), asked.sum(), (asked > 0).sum(), (asked**2).sum()
         found = [a + int(b) for a, b in zip(found, counts)]
     assert tuple(found) == tuple(whole.test[1])
     assert whole.test[1].value == found[0] / found[1]
     assert not whole.test[1].claim
-    assert ut.Accuracy(9000, 10_000, 10_000).claim
+    assert ut.Accuracy(9000, 10_000, 10_000, 10_000).claim
+    # The same again, and of the first program alone on another's sequences.
+    assert ut.evaluate(whole, TASK, sequences=14, batch=7) == whole.test
+    other = ut.evaluate(whole, ut.k_hop_task(4, 3, (1, 1)), sequences=8, seeds=(4, 5))
+    assert [one.sequences for one in other] == [8, 8]
     # Streams of training, evaluations and test, their steps and batches: all keys are different.
+    streams = (
+        training.TRAIN, training.VALIDATION, training.TEST, training.START, training.MACHINE
+    )  # fmt: skip
     keys = [
         np.asarray(jax.random.key_data(training._stream((0, 1), stream, step, number))).tolist()
-        for stream in range(5)
+        for stream in streams
         for step in (0, 1, 2)
         for number in (0, 1)
     ]
     assert len({tuple(key) for pair in keys for key in pair}) == 60
+
+
+def test_training_and_validation_draw_from_streams_of_their_own(whole):
+    """Their first numbers, again in NumPy: the mean is over tokens that are asked for."""
+    first = training._starts(
+        training._stream(SEEDS, training.START), task=TASK, width=RECIPE.width,
+        columns=RECIPE.width, scale=1.0, dtype=whole.embedding.tokens.dtype,
+    )  # fmt: skip
+    masks = []
+    for place in range(2):
+        embedding, flow = pick((first, whole.flow), place)
+        embedding = ut.Embedding(*map(np.asarray, embedding))
+
+        def look(key, count):
+            ids, labels, mask = map(np.asarray, TASK.draw(key, count))
+            found = np.stack([reference(embedding, flow, row) for row in ids])  # noqa: B023
+            log = found - np.log(np.exp(found).sum(axis=-1, keepdims=True))
+            masks.append(mask.sum(axis=1))
+            mean = -np.take_along_axis(log[mask], labels[mask][:, None], -1).mean()
+            return mean, (found.argmax(axis=-1) == labels)[mask].mean()
+
+        value, _ = look(training._stream(SEEDS, training.TRAIN, 0)[place], 7)
+        np.testing.assert_allclose(whole.losses[0, place], value, rtol=1e-13)
+        shares = [
+            look(training._stream(SEEDS, training.VALIDATION, 0, number)[place], 7)[1]
+            for number in range(2)
+        ]
+        share = np.average(shares, weights=[m.sum() for m in masks[-2:]])
+        np.testing.assert_allclose(whole.validation[0, place], share, rtol=1e-14)
+    assert any(np.ptp(mask) for mask in masks)  # sequences ask for different numbers of tokens
+
+
+def test_the_optimiser_is_adamw_with_a_clip_a_warm_up_and_a_cosine():
+    settings = ut.Settings(
+        steps=8, batch=1, learning_rate=0.3, warmup=3, weight_decay=0.05, clip=2.0, every=1
+    )
+    x, first, second = np.asarray([1.0, -2.0, 0.5]), np.zeros(3), np.zeros(3)
+    ours, state = jnp.asarray(x), settings.optimizer.init(jnp.asarray(x))
+    sizes = []
+    for step in range(8):
+        g = draw(step, 3) * (4.0 if step % 2 else 0.5)
+        sizes.append(np.linalg.norm(g))
+        with jax.numpy_dtype_promotion("standard"):
+            update, state = settings.optimizer.update(jnp.asarray(g), state, ours)
+        ours = ours + update
+        g = g * min(1.0, 2.0 / sizes[-1])
+        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
+        rate = 0.3 * (step / 3 if step < 3 else 0.5 + 0.5 * np.cos(np.pi * (step - 3) / 5))
+        whole = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.999 ** (step + 1))
+        x = x - rate * (whole[0] / (np.sqrt(whole[1]) + 1e-8) + 0.05 * x)
+        np.testing.assert_allclose(ours, x, rtol=3 * EPS)  # optax's schedule is of float32
+    assert min(sizes) < 2 < max(sizes)
+
+
+def test_an_interval_counts_sequences_by_their_weight():
+    alike = ut.Accuracy(2700, 3000, 1000, 9 * 1000)
+    assert alike.interval == ut.wilson(0.9, 1000)
+    # 50 sequences with 100 answers, 50 with one, each right or wrong as a whole: 95 % of intervals
+    # hold .9, by simulation within three standard errors of 2000 draws.
+    random = np.random.default_rng(0)
+    sizes = np.repeat([100, 1], 50)
+    held = 0
+    for _ in range(2000):
+        right = int(sizes[random.uniform(size=100) < 0.9].sum())
+        one = ut.Accuracy(right, int(sizes.sum()), 100, int((sizes**2).sum()))
+        held += one.interval[0] <= 0.9 <= one.interval[1]
+    assert abs(held / 2000 - 0.95) < 0.03  # and Wilson's own error at 52 trials
 
 
 def test_wilson_is_the_interval_of_the_score():
@@ -305,8 +381,9 @@ def test_wilson_is_the_interval_of_the_score():
         assert 0 <= low < high <= 1
 
 
+EPS = float(np.finfo(np.float32).eps)
 LINEAR = LinearFlow(np.eye(2)[None])
-TABLES = ut.Embedding(*(np.zeros((1, 9, 9)) for _ in range(3)))
+TABLES = ut.Embedding(np.zeros((2, 2)), np.zeros((1, 2)), np.zeros((2, 2)))
 SHORT = ut.Settings(
     steps=4, batch=4, warmup=0, every=2, validation=4, test=4, learning_rate=0.25, stop_at=None
 )
@@ -314,12 +391,12 @@ QUICK = ut.Settings(steps=60, batch=4, warmup=0, every=4, validation=8, test=8, 
 
 
 @functools.cache
-def custom(name, *, label=0, id_=0, asked=True):
+def custom(name, *, label=0, id_=0, asked=True, kind=jnp.int32):
     """Sequences of one token whose label is its id, but for what is asked of."""
 
     def draw(key, batch):
         ids = jax.random.randint(key, (batch, 1), 0, 2, jnp.int32)
-        return ut.Batch(ids + id_, ids + label, jnp.full((batch, 1), asked))
+        return ut.Batch(ids + id_, (ids + label).astype(kind), jnp.full((batch, 1), asked))
 
     return ut.Task(name, draw, 2, 1, 2)
 
@@ -337,7 +414,7 @@ def test_any_flow_serves_and_what_is_solved_stops():
 
 
 def test_a_narrow_flow_is_continued(tmp_path):
-    """Of bfloat16, which an .npz file holds as bytes."""
+    """Of bfloat16; its tables are of float32, as small steps would be rounded away."""
     flow = LinearFlow(jnp.eye(2, dtype=jnp.bfloat16)[None])
     whole = ut.train(flow, custom("copy"), SHORT)
 
@@ -353,7 +430,19 @@ def test_a_narrow_flow_is_continued(tmp_path):
     for _ in range(2):  # what was left, and then nothing
         found = ut.train(flow, custom("copy"), SHORT, out=out)
         assert same(found, whole)
-        assert found.losses.dtype == found.embedding.tokens.dtype == jnp.bfloat16
+        assert found.losses.dtype == found.embedding.tokens.dtype == jnp.float32
+    assert found.settings["dtype"] == "bfloat16"
+    assert found.flow.matrices[...].dtype == jnp.bfloat16
+    state = ut.logits(pick(found.embedding, 0), flow, jnp.zeros(1, jnp.int32))
+    assert state.dtype == jnp.float32
+    # A step of 1e-3 of an entry is kept.
+    small = ut.Settings(steps=1, batch=4, warmup=0, every=1, validation=4, test=4,
+                        learning_rate=1e-4, weight_decay=0.0)  # fmt: skip
+    one, other = (
+        ut.train(flow, custom("copy"), dataclasses.replace(small, learning_rate=rate)).embedding
+        for rate in (1e-4, 2e-4)
+    )
+    assert (one.tokens != other.tokens).all()
 
 
 def test_a_flow_is_told_from_another_by_what_is_static(tmp_path):
@@ -396,18 +485,26 @@ def test_numpy_numbers_are_numbers(tmp_path):
     assert settings.learning_rate == 0.25
     assert settings == ut.Settings(**given | dict(learning_rate=np.float32(0.25)))
     assert json.dumps(asdict(settings)) == json.dumps(asdict(SHORT) | dict(stop_at=1.0))
+    # A flow's sizes may be NumPy's.
+    flow = LinearFlow(np.eye(2)[None])
+    flow.depth = np.int64(1)
+    assert '"depth": 1' in json.dumps(saved.digest(flow))
     recipe = ut.Recipe("sparse", *map(np.int64, (2, 1, 2, 2)), norm=np.bool_(True))
     assert json.dumps(asdict(recipe)) == json.dumps(
         asdict(ut.Recipe("sparse", 2, 1, 2, 2, norm=True))
     )
 
 
-def test_what_goes_wrong_says_so(tmp_path):
+def test_what_goes_wrong_says_so(tmp_path, whole):
     for task, message in (
         (custom("none", asked=False), "none asks for no token: all masks are empty"),
         (custom("ids", id_=1), r"ids draws ids that are not within 0 \.\. 1"),
         (custom("labels", label=-1), r"labels draws labels that are not within 0 \.\. 1"),
-        (custom("long")._replace(tokens=3), r"long draws ids, labels and a mask of \[\(4, 1\)"),
+        (custom("long")._replace(tokens=3), r"long draws ids, labels and a mask of \[\(2, 1\)"),
+        (custom("list")._replace(symbols=["a", "b"]), "list has a field that cannot be hashed"),
+        (custom("float", asked=1.0), "float draws mask of float64, not of bool"),
+        (custom("counts", asked=2), "counts draws mask of int64, not of bool"),
+        (custom("half", kind=jnp.float32), "half draws labels of float32, not of integer"),
     ):
         with pytest.raises(ValueError, match=message):
             ut.train(LINEAR, task, QUICK)
@@ -428,9 +525,17 @@ def test_what_goes_wrong_says_so(tmp_path):
         (lambda: ut.train(RECIPE, TASK, seeds=(-1,)), "seeds must be different integers"),
         (lambda: ut.train(RECIPE, TASK, seeds=3), "seeds must be different integers.*got 3"),
         (lambda: ut.train(RECIPE, TASK, seeds=(True,)), "seeds must be different integers"),
-        (lambda: ut.evaluate(TABLES, LINEAR, TASK, (0, 1)), "2 seeds for tables of 1 programs"),
-        (lambda: ut.evaluate(TABLES, LINEAR, TASK, (0,), sequences=0), "sequences must be a pos"),
-        (lambda: ut.evaluate(TABLES, LINEAR, TASK, (0,), batch=0), "batch must be a positive"),
+        (lambda: ut.evaluate(TABLES, TASK), "learnt must be what train returns, got Embedding"),
+        (lambda: ut.evaluate(whole, "dyck1"), "task must be a Task"),
+        (lambda: ut.evaluate(whole, TASK, seeds=(0,)), "1 seeds for 2 programs"),
+        (lambda: ut.evaluate(whole, TASK, seeds=(-1, 1)), "seeds must be different integers"),
+        (lambda: ut.evaluate(whole, TASK, sequences=0), "sequences must be a pos"),
+        (lambda: ut.evaluate(whole, TASK, batch=0), "batch must be a positive"),
+        (lambda: ut.evaluate(whole, ut.k_hop_task(6, 3)), r"needs 20 ids, but the tables have"),
+        (
+            lambda: ut.logits(TABLES, LINEAR, jnp.zeros(2, jnp.int32)),
+            "2 ids, but the tables have 1",
+        ),
         (lambda: ut.wilson(0.5, 0), "trials must be a positive integer, got 0"),
         (lambda: ut.wilson(1.5, 9), r"share must be within 0 \.\. 1, got 1\.5"),
         (lambda: ut.Settings(learning_rate="a"), "learning_rate must be positive.*got 'a'"),

@@ -72,9 +72,15 @@ def test_routing_copies_columns():
     )
     x = jnp.arange(6.0).reshape(2, 3)
     assert np.array_equal(gather(x, routing.sources[0]), [[2, 0, 0], [5, 0, 3]])
+    # A layer that writes nothing leaves the state, or zeros.
+    none = ut.Routing(np.full((1, 1, 3), -1), 3)
+    read = ut.Routing(np.zeros((1, 1, 1), int), 3)
+    for residual in (True, False):
+        idle = ut.AttentionTransformer(read, read, none, np.eye(3), residual=residual)
+        assert np.array_equal(ut.run(idle, x), x if residual else 0 * x)
     assert routing == ut.Routing(routing.sources, 3)
     assert routing != ut.Routing(routing.sources, 4)
-    assert routing != ut.Routing(routing.sources + 0 * 1, 3).dense(int)
+    assert routing != ut.Routing(routing.sources, 3).dense(int)
     for sources, message in (
         ([3], "source 3 is not a column of 3"),
         ([-2], "source -2 is not a column of 3"),

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import matplotlib
 import numpy as np
+from filelock import FileLock
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -57,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out",
-        default="programs",
-        type=Path,
+        default=Path("programs"),
+        type=lambda path: Path(path).expanduser(),
         help="folder of results and of what a killed run continues from (default: programs)",
     )
     parser.add_argument(
@@ -86,60 +87,69 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ValueError(f"{arguments.out} is a file, not a folder")
     seeds = range(preset.seeds if arguments.seeds is None else arguments.seeds)
-    doc: dict[str, Any] = dict(
-        preset=arguments.preset,
+    run = dict(
         command=shlex.join(["python", "-m", "universal", *given]),
         jax=jax.__version__,
         device=jax.devices()[0].device_kind,
-        cells=_kept(
-            arguments.out / "results.json", arguments.preset, {cell.name for cell in cells}
-        ),
     )
-    order = [cell.name for cell in preset.cells]
-    found: list[tuple[Cell, Trained]] = []
+    results = arguments.out / "results.json"
+    doc = _kept(results, arguments.preset, preset.cells)
+    drawn = ["accuracy.png", "singular_values.png"]
     for cell in cells:
         bar = functools.partial(tqdm, desc=cell.name, delay=2, leave=False, disable=None)
         path = arguments.out / f"{cell.name}.npz"
         try:
             learnt = train(
-                cell.body, cell.learnt, cell.settings, seeds=seeds, out=path, progress=bar
+                cell.recipe, cell.sequences, cell.settings, seeds=seeds, out=path, progress=bar
             )
         except (ValueError, FloatingPointError) as error:
             raise type(error)(f"{cell.name}: {error}") from error
-        found.append((cell, learnt))
-        doc["cells"] = sorted(
-            [*doc["cells"], entry(cell, learnt)], key=lambda one: order.index(one["name"])
-        )
-        _replace(arguments.out / "results.json", (json.dumps(doc, indent=1) + "\n").encode())
-    drawn = pictures(found, arguments.out)
+        with FileLock(arguments.out / ".results.json.lock"):  # other runs add cells of their own
+            doc = _kept(results, arguments.preset, preset.cells)
+            kept = {one["name"]: one for one in [*doc["cells"], run | entry(cell, learnt)]}
+            doc["cells"] = [kept[one.name] for one in preset.cells if one.name in kept]
+            _replace(results, (json.dumps(doc, indent=1) + "\n").encode())
+            pictures(doc["cells"], arguments.out)
+        drawn += attention_picture(cell, learnt, arguments.out)
     print(table(doc))
-    print(f"\n{arguments.out / 'results.json'}, a file of each cell, {', '.join(drawn)}")
+    print(f"\n{results}, a file of each cell, {', '.join(drawn)}")
 
 
-def _kept(path: Path, preset: str, again: set[str]) -> list[dict[str, Any]]:
-    """The cells of an earlier run of the same preset, but for those that are run again."""
+def _kept(path: Path, preset: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The table of earlier runs of a preset: of those of its cells that are what they are now."""
+    doc: dict[str, Any] = dict(preset=preset, cells=[])
     if not path.exists():
-        return []
+        return doc
+    asked = {cell.name: json.loads(json.dumps(_asked(cell))) for cell in cells}
     try:
-        doc = json.loads(path.read_text())
-        cells = [cell for cell in doc["cells"] if cell["name"] not in again]
-        return cells if doc["preset"] == preset else []
+        before = json.loads(path.read_text())
+        if before["preset"] == preset:
+            known = [one for one in before["cells"] if one["name"] in asked]
+            doc["cells"] = [one for one in known if one | asked[one["name"]] == one]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of this command: {error}") from error
+    return doc
 
 
-def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
-    """What JSON keeps of a cell."""
-    shares = np.asarray([one.value for one in learnt.test])
+def _asked(cell: Cell) -> dict[str, Any]:
+    """What a cell is, whatever it has learnt."""
+    recipe = cell.recipe
     return dict(
         name=cell.name,
         task=cell.task,
         components=cell.components,
         machine=cell.machine,
-        draws=cell.learnt.name,
-        width=cell.body.width,
-        body=asdict(cell.body) if isinstance(cell.body, Recipe) else digest(cell.body),
+        draws=cell.sequences.name,
+        width=recipe.width,
+        recipe=asdict(recipe) if isinstance(recipe, Recipe) else digest(recipe),
         settings=asdict(cell.settings),
+    )
+
+
+def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
+    """What JSON keeps of a cell."""
+    shares = np.asarray([one.value for one in learnt.test])
+    return _asked(cell) | dict(
         seeds=learnt.settings["seeds"],
         paper=PAPER.get((cell.task, cell.components, cell.machine)),
         mean=float(shares.mean()),
@@ -153,6 +163,7 @@ def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
         evaluated=learnt.evaluated.tolist(),
         validation=learnt.validation.tolist(),
         last_loss=learnt.losses[-1].tolist(),
+        singular_values=singular_values_of(learnt).tolist(),
     )
 
 
@@ -185,51 +196,52 @@ def _shown(cell: dict[str, Any] | None) -> str:
     return f"{100 * cell['mean']:.1f}{star}{spread}, {interval}{paper}"
 
 
-def pictures(found: Sequence[tuple[Cell, Trained]], folder: Path) -> list[str]:
-    """Accuracy over steps, singular values of E, and the attention of a solved sequence; names."""
-    groups: dict[tuple[str, str], list[tuple[Cell, Trained]]] = {}
-    for cell, learnt in found:
-        groups.setdefault((cell.task, cell.components), []).append((cell, learnt))
-    grids: dict[str, Callable[..., Any]] = {
-        "accuracy.png": lambda axes, cells, title: accuracy_over_steps(
-            axes,
-            {cell.machine: (learnt.evaluated, learnt.validation) for cell, learnt in cells},
-            theme="light",
-            title=title,
+def pictures(cells: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Accuracy over steps and singular values of E, of all cells of a table."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault(f"{cell['task']}, {cell['components']}", []).append(cell)
+    grids: dict[str, tuple[Callable[..., Any], Callable[[dict[str, Any]], Any]]] = {
+        "accuracy.png": (
+            accuracy_over_steps,
+            lambda cell: (np.asarray(cell["evaluated"]), np.asarray(cell["validation"])),
         ),
-        "singular_values.png": lambda axes, cells, title: singular_values(
-            axes,
-            {cell.machine: singular_values_of(learnt) for cell, learnt in cells},
-            theme="light",
-            title=title,
+        "singular_values.png": (
+            singular_values,
+            lambda cell: np.asarray(cell["singular_values"]),
         ),
     }
-    drawn = []
     with matplotlib.rc_context(style("light")):
-        for name, draw in grids.items():
+        for name, (draw, values) in grids.items():
             columns = min(2, len(groups))
             rows = -(-len(groups) // columns)
             figure = Figure(figsize=(5.2 * columns, 3.2 * rows), dpi=150)
-            for place, (title, cells) in enumerate(groups.items()):
-                draw(figure.add_subplot(rows, columns, place + 1), cells, ", ".join(title))
+            for place, (title, group) in enumerate(groups.items()):
+                curves = {cell["machine"]: values(cell) for cell in group}
+                axes = figure.add_subplot(rows, columns, place + 1)
+                draw(axes, curves, theme="light", title=title)
             figure.tight_layout()
-            drawn.append(_save(figure, folder / name))
-        for cell, learnt in found:
-            one = solved(learnt, cell.learnt) if isinstance(cell.body, Recipe) else None
-            if one is None:
-                continue
-            figure = Figure(dpi=150)
-            heading = f"{cell.task}, {cell.components}, {cell.machine}: attention"
-            attention_maps(figure, one.attention, one.symbols, theme="light", title=heading)
-            drawn.append(_save(figure, folder / f"{cell.name}.attention.png"))
-    return drawn
+            _save(figure, folder / name)
 
 
-def _save(figure: Figure, path: Path) -> str:
+def attention_picture(cell: Cell, learnt: Trained, folder: Path) -> list[str]:
+    """The attention on a solved sequence; its name, or none of a flow or where none is solved."""
+    one = solved(learnt, cell.sequences) if isinstance(cell.recipe, Recipe) else None
+    if one is None:
+        return []
+    path = folder / f"{cell.name}.attention.png"
+    with matplotlib.rc_context(style("light")):
+        figure = Figure(dpi=150)
+        heading = f"{cell.task}, {cell.components}, {cell.machine}: attention"
+        attention_maps(figure, one.attention, one.symbols, theme="light", title=heading)
+        _save(figure, path)
+    return [path.name]
+
+
+def _save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     _replace(path, buffer.getvalue())
-    return path.name
 
 
 def _replace(path: Path, content: bytes) -> None:

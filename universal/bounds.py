@@ -59,6 +59,7 @@ def path_functions(
         ValueError: as `universal.run`.
     """
     check_transformer(transformer)
+    x = jnp.asarray(x)
     check_state(transformer, x)
     found = x[None]
     for matrices in attention_matrices(transformer, x):
@@ -242,7 +243,7 @@ class Phase(NamedTuple):
     @property
     def first(self) -> int | None:
         """The least of the widths from which on every seed's program works; None if none is."""
-        fails = np.flatnonzero((self.error > WORKS).any(axis=1))
+        fails = np.flatnonzero((~(self.error <= WORKS)).any(axis=1))
         place = fails[-1] + 1 if fails.size else 0
         return int(self.widths[place]) if place < len(self.widths) else None
 
@@ -284,7 +285,7 @@ def phase(
     if shares.ndim != 1 or not (np.isfinite(shares) & (shares > 0)).all():
         raise ValueError(f"slacks must be positive and finite, got {slacks!r}")
     least = machine_width(layers, heads, head_width, out_width, kind)
-    counts = np.ceil(shares * least - 1e-9 * least).astype(int)
+    counts = np.maximum(np.ceil(shares * least - 1e-9 * least).astype(int), 1)
     widths = np.unique([max(least - 1, 1), least, *counts])
     most = int(widths[-1])
     size = seeds * layers * heads * most * (most + 2 * head_width)
@@ -317,7 +318,7 @@ def phase(
         kind,
         least,
         widths,
-        np.where(widths[:, None] < least, np.inf, condition),
+        condition,
         residual,
         double,
         single,

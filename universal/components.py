@@ -203,9 +203,7 @@ class Recipe:
             object.__setattr__(self, name, bool(value))
         hidden = positive("hidden", self.hidden) if self.hidden else 0
         object.__setattr__(self, "hidden", hidden)
-        if self.routing not in ROUTINGS:
-            names = ", ".join(map(repr, ROUTINGS))
-            raise ValueError(f"routing must be one of {names}, got {self.routing!r}")
+        check_kind(self.routing, ROUTINGS, "routing")
         if self.routing == "residual" and not self.residual:
             raise ValueError("routing = 'residual' needs residual=True")
         # Whatever else does not go together is said here, without anything being drawn.

@@ -119,7 +119,8 @@ def attention_matching(
     if E.dtype != x.dtype:
         raise ValueError(f"program is {E.dtype}, but x is {x.dtype}")
     check_type(machine, "program", E.dtype)
-    ours, theirs = _look(machine, x @ E, context), _look(target, x, context)
+    entering = jnp.matmul(x, E, precision="highest")
+    ours, theirs = _look(machine, entering, context), _look(target, x, context)
     logits, attention, output = (np.abs(a - b) for a, b in zip(ours, theirs))
     sizes = [np.abs(b).max(axis=axes) for b, axes in ((theirs[0], (2, 3)), (theirs[2], None))]
     sizes = [np.where(size == 0, 1, size) for size in sizes]

@@ -92,6 +92,8 @@ Map = nnx.Param | Routing
 
 def gather(x: Float[Array, "rows width"], sources: np.ndarray) -> Float[Array, "rows out"]:
     """The columns `sources` of x, zeros for -1."""
+    if not len(sources):  # of a layer that writes no column
+        return x[:, :0]
     # Slices, where there are few: their derivative is a pad, that of a gather is a scatter.
     pieces = runs(sources)
     if len(pieces) <= SLICES:
@@ -120,6 +122,14 @@ def at_layer(kernel: Map, layer, base: int = 3) -> Any:
     """
     values = kernel.sources if isinstance(kernel, Routing) else kernel[...]
     return values[layer] if kernel.ndim > base else values
+
+
+def matrices(kernel: Map, layer: int = 0, base: int = 3) -> Float[np.ndarray, ...]:
+    """`at_layer` in float64, with routings written out."""
+    values = at_layer(kernel, layer, base)
+    if isinstance(kernel, Routing):
+        return Routing(values, kernel.width).dense(np.float64)
+    return np.asarray(values).astype(np.float64)
 
 
 def read(kernel: Map, layer, x: Float[Array, "tokens width"]) -> Float[Array, "tokens heads out"]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from universal.maps import Map, Routing, at_layer
+from universal.maps import Map, Routing, at_layer, matrices
 from universal.transformer import AttentionTransformer
 
 
@@ -74,14 +74,7 @@ def path_columns(transformer: AttentionTransformer, query_factor: float = 1.0) -
 
     Each layer multiplies all columns found behind it by its value matrices; no V_p is formed.
     """
-
-    def of(kernel: Map, layer: int = 0, base: int = 3) -> np.ndarray:
-        values = at_layer(kernel, layer, base)
-        if isinstance(kernel, Routing):
-            return Routing(values, kernel.width).dense(np.float64)
-        return np.asarray(values).astype(np.float64)
-
-    return _collect(transformer, of, np.matmul, query_factor)
+    return _collect(transformer, matrices, np.matmul, query_factor)
 
 
 def _collect(

@@ -33,16 +33,16 @@ class Cell(NamedTuple):
 
     Arguments:
         task, components, machine: its names.
-        learnt: the task that is trained on.
-        body: the machine, of every seed or one for all.
+        sequences: what is trained on.
+        recipe: of the machine of every seed; or a flow, one for all.
         settings: of the training.
     """
 
     task: str
     components: str
     machine: str
-    learnt: Task
-    body: Recipe | sv.Flow
+    sequences: Task
+    recipe: Recipe | sv.Flow
     settings: Settings
 
     @property

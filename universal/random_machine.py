@@ -63,8 +63,7 @@ def random(
         MemoryError: where the weights do not fit.
     """
     check_kind(kind, KINDS)
-    if law not in LAWS:
-        raise ValueError(f"law must be one of {', '.join(map(repr, LAWS))}, got {law!r}")
+    check_kind(law, LAWS, "law")
     if not (math.isfinite(slack) and slack > 0):
         raise ValueError(f"slack must be positive and finite, got {slack!r}")
     least = machine_width(layers, heads, head_width, out_width, kind)

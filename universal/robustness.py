@@ -27,6 +27,7 @@ from universal.bounds import QUICK, aligned
 from universal.interpret import Matching, attention_matching
 from universal.program import program as program_of
 from universal.program import solve
+from universal.sizes import check_kind
 from universal.transformer import AttentionTransformer, check_state, check_transformer, run
 
 EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -97,6 +98,7 @@ def robustness(
     """
     for name, transformer in (("machine", machine), ("target", target)):
         check_transformer(transformer, name)
+    x = jnp.asarray(x)
     check_state(target, x)
     draws = positive("draws", draws)
     sizes = np.asarray(epsilons, np.float64)
@@ -192,8 +194,7 @@ def quantise(E: Float[ArrayLike, "width machine"], form: str) -> Float[Array, "w
     Raises:
         ValueError: an unknown format, or a program that is not a matrix of finite floats.
     """
-    if form not in FORMATS:
-        raise ValueError(f"form must be one of {', '.join(map(repr, FORMATS))}, got {form!r}")
+    check_kind(form, FORMATS, "form")
     E = jnp.asarray(E)
     if E.ndim != 2 or 0 in E.shape or not jnp.issubdtype(E.dtype, jnp.floating):
         raise ValueError(f"E must be a matrix of floats, got {E.dtype} of shape {E.shape}")
@@ -203,7 +204,8 @@ def quantise(E: Float[ArrayLike, "width machine"], form: str) -> Float[Array, "w
         narrow = jnp.finfo(jnp.bfloat16)
         return jax.lax.reduce_precision(E, narrow.nexp, narrow.nmant)
     top = jnp.max(jnp.abs(E), axis=0 if form == "int8 per column" else 1, keepdims=True)
-    scale = jnp.where(top == 0, jnp.ones_like(top), top / jnp.asarray(127, E.dtype))
+    scale = top / jnp.asarray(127, E.dtype)
+    scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)  # also of what is too small to scale
     return jnp.round(E / scale) * scale
 
 

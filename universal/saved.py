@@ -86,8 +86,8 @@ def digest(flow: Flow) -> dict[str, Any]:
         found.update(f"{leaf.shape}{leaf.dtype}".encode() + np.asarray(leaf).tobytes())
     return dict(
         type=type(flow).__name__,
-        depth=flow.depth,
-        width=flow.width,
+        depth=int(flow.depth),
+        width=int(flow.width),
         arrays=found.hexdigest(),
         static=hashlib.sha256(_static(structure).encode()).hexdigest(),
     )
@@ -106,11 +106,6 @@ def _static(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"({','.join(map(_static, value))})"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def typed(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array of a file. Of types that NumPy has not, such as bfloat16, a file holds bytes."""
-    return array.view(dtype) if array.dtype == np.dtype(f"V{np.dtype(dtype).itemsize}") else array
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

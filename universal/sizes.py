@@ -81,6 +81,7 @@ def _geometric(base: int, terms: int) -> int:
     return terms if base == 1 else (base**terms - 1) // (base - 1)
 
 
-def check_kind(kind: str, kinds: tuple[str, ...]) -> None:
+def check_kind(kind: str, kinds: tuple[str, ...], name: str = "kind") -> None:
+    """Raises ValueError, by the name, for what is none of these kinds."""
     if kind not in kinds:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, kinds))}, got {kind!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, kinds))}, got {kind!r}")

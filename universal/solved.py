@@ -44,7 +44,7 @@ def best(learnt: Trained) -> int:
 def of_seed(learnt: Trained, place: int) -> tuple:
     """(Embedding, flow) of one of the programs."""
     embedding = jax.tree.map(lambda table: table[place], learnt.embedding)
-    if "arrays" in learnt.settings["machine"]:  # a flow that was given, which all seeds share
+    if learnt.shared:
         return embedding, learnt.flow
     return embedding, jax.tree.map(lambda array: array[place], learnt.flow)
 

@@ -24,7 +24,7 @@ import numpy as np
 import optimistix
 
 from svflow.memory import check_memory
-from universal.maps import Routing, at_layer
+from universal.maps import matrices
 
 STEPS = 500
 STARTS = 5
@@ -103,16 +103,12 @@ class _Mismatch:
 
 def _arrays(transformer):
     """Query, key and value of each layer, and the unembedding, in float64."""
-
-    def of(kernel, layer=0, base=3):
-        values = at_layer(kernel, layer, base)
-        if isinstance(kernel, Routing):
-            values = Routing(values, kernel.width).dense(np.float64)
-        return jnp.asarray(np.asarray(values).astype(np.float64))
-
     maps = transformer.query, transformer.key, transformer.value
-    layers = [tuple(of(kernel, layer) for kernel in maps) for layer in range(transformer.depth)]
-    return layers, of(transformer.unembedding, base=2)
+    layers = [
+        tuple(jnp.asarray(matrices(kernel, layer)) for kernel in maps)
+        for layer in range(transformer.depth)
+    ]
+    return layers, jnp.asarray(matrices(transformer.unembedding, base=2))
 
 
 def _products(E, arrays, residual: bool, factor):

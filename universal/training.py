@@ -24,12 +24,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from svflow import Flow, ScanAdjoint, simulate
+from svflow.dtypes import at_least_float32
 from svflow.flow import check_flow
 from svflow.integers import is_integer, positive
 from svflow.sharding import over_data
 from universal.components import Blocks, Recipe, read_columns, reader
 from universal.devices import spread
-from universal.saved import DAMAGED, digest, saving, typed
+from universal.saved import DAMAGED, digest, saving
 from universal.tasks import Batch, Task
 
 CLAIM = 10_000
@@ -125,11 +126,13 @@ class Accuracy(NamedTuple):
     Arguments:
         right, asked: tokens.
         sequences: those with a token that is asked for.
+        squares: the sum over sequences of the squared number of tokens that are asked for.
     """
 
     right: int
     asked: int
     sequences: int
+    squares: int
 
     @property
     def value(self) -> float:
@@ -138,11 +141,14 @@ class Accuracy(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %: Wilson's, with one trial per sequence, since answers in one depend on another.
+        """Of 95 %: Wilson's, as if all answers in one sequence were right or wrong together.
 
-        Where a sequence has one answer it is exact; with several it is wider than it need be.
+        The share's variance is then that of (sum_i m_i)^2 / sum_i m_i^2 independent trials, m_i
+        answers in sequence i: as many as there are sequences where all ask for the same number.
+
+        Source: L. Kish, "Survey Sampling", 1965, on clusters.
         """
-        return wilson(self.value, self.sequences)
+        return wilson(self.value, self.asked**2 // self.squares)
 
     @property
     def claim(self) -> bool:
@@ -174,6 +180,11 @@ class Trained(NamedTuple):
     seconds: float
     settings: dict[str, Any]
 
+    @property
+    def shared(self) -> bool:
+        """Whether the flow is one that was given, which all seeds share."""
+        return "arrays" in self.settings["machine"]
+
 
 def _real(value: Any) -> float:
     """As a float; nan, which no bound lets through, for what is no real number."""
@@ -200,7 +211,15 @@ def wilson(share: float, trials: int, z: float = 1.959964) -> tuple[float, float
 
 
 def embedded(embedding: Embedding, ids: Int[Array, " tokens"]) -> Float[Array, "tokens width"]:
-    """The state that enters the first layer."""
+    """The state that enters the first layer.
+
+    Raises:
+        ValueError: more ids than the tables have places.
+    """
+    if ids.shape[0] > embedding.positions.shape[0]:
+        raise ValueError(
+            f"{ids.shape[0]} ids, but the tables have {embedding.positions.shape[0]} places"
+        )
     with jax.default_matmul_precision("highest"):
         # As a product: the derivative of a gather is a scatter, which is slow on every device.
         one_hot = jax.nn.one_hot(ids, embedding.tokens.shape[0], dtype=embedding.tokens.dtype)
@@ -210,8 +229,18 @@ def embedded(embedding: Embedding, ids: Int[Array, " tokens"]) -> Float[Array, "
 def logits(
     embedding: Embedding, flow: Flow, ids: Int[Array, " tokens"]
 ) -> Float[Array, "tokens classes"]:
-    """The output of every token of one sequence, simulated from its embedding."""
+    """The output of every token of one sequence, simulated from its embedding.
+
+    Arguments:
+        embedding, flow: of one seed.
+        ids: at most as many as the tables have places; one that the table of tokens has not is a
+            row of zeros.
+
+    Raises:
+        ValueError: more ids than places.
+    """
     x = embedded(embedding, ids)
+    x = x.astype(_floating(flow) or x.dtype)
     if isinstance(flow, Blocks) and flow.routed:
         # Layers of routings are programs of their own: known ones, so that none is chosen at run
         # time.
@@ -221,7 +250,13 @@ def logits(
         adjoint = ScanAdjoint(checkpoint=False)
         x = simulate(flow, x, ts=[float(flow.depth)], adjoint=adjoint).xs[-1]
     with jax.default_matmul_precision("highest"):
-        return reader(flow)(x) @ embedding.unembed
+        return reader(flow)(x).astype(embedding.unembed.dtype) @ embedding.unembed
+
+
+def _floating(flow: Any) -> Any:
+    """The type of a flow's weights; None where there are none."""
+    types = (leaf.dtype for leaf in jax.tree.leaves(flow))
+    return next((dtype for dtype in types if jnp.issubdtype(dtype, jnp.floating)), None)
 
 
 def loss(embedding: Embedding, flow: Flow, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -270,7 +305,7 @@ def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axi
 
 @functools.partial(jax.jit, static_argnames=("task", "count", "axis"))
 def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
-    """(5, seeds): right answers, answers, sequences with one; ids and labels that are none."""
+    """(6, seeds): the numbers of an `Accuracy`; ids and labels that are none."""
 
     def one(embedding, flow, key):
         ids, labels, mask = map(over_data, task.draw(key, count))
@@ -279,6 +314,7 @@ def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
             (found.astype(labels.dtype) == labels) & mask,
             mask,
             jnp.any(mask, axis=1),
+            jnp.sum(mask, axis=1, dtype=jnp.int32) ** 2,
             (ids < 0) | (ids >= task.vocab),
             mask & ((labels < 0) | (labels >= task.classes)),
         )
@@ -304,54 +340,64 @@ def _stream(seeds: Sequence[int], stream: int, step: int = 0, number: int = 0) -
 
 
 def evaluate(
-    embedding: Embedding,
-    flow: Flow,
+    learnt: Trained,
     task: Task,
-    seeds: Sequence[int],
     *,
     sequences: int = CLAIM,
     batch: int = 256,
-    stream: int = TEST,
-    step: int = 0,
-    batched: bool = True,
+    seeds: Sequence[int] | None = None,
 ) -> tuple[Accuracy, ...]:
-    """The accuracies of learnt programs on fresh sequences, which no training has drawn.
+    """The accuracies of learnt programs on sequences that no training has drawn, one per program.
 
     Arguments:
-        embedding, flow: of `Trained`.
+        learnt: of `train`.
         task: it may be another than that of the training, with ids that the tables have.
-        seeds: one for each program.
         sequences: at least so many, whole batches.
-        stream, step: which sequences of a seed.
-        batched: whether the flow's arrays have an axis of seeds.
+        batch: how many of them at a time.
+        seeds: of the sequences, one for each program; by default those of the training, whose own
+            last test, in batches of `Settings.batch`, was of the same sequences.
 
     Raises:
-        ValueError: a task that does not fit the tables, or that asks for nothing; numbers that are
-            not positive integers, or not as many seeds as programs.
+        ValueError: what is not `Trained` or no task; a task that does not fit the tables, or that
+            asks for nothing; numbers that are not positive integers; seeds that are not different
+            integers, one for each program.
     """
-    sequences, batch = positive("sequences", sequences), positive("batch", batch)
-    if len(seeds) != len(embedding.tokens):
-        raise ValueError(f"{len(seeds)} seeds for tables of {len(embedding.tokens)} programs")
+    if not isinstance(learnt, Trained):
+        raise ValueError(f"learnt must be what train returns, got {type(learnt).__name__}")
+    _check_task(task)
+    own = learnt.settings["seeds"]
+    chosen = _check_seeds(own if seeds is None else seeds)
+    if len(chosen) != len(own):
+        raise ValueError(f"{len(chosen)} seeds for {len(own)} programs")
+    return _accuracies(
+        learnt.embedding, learnt.flow, task, chosen, positive("sequences", sequences),
+        batch=positive("batch", batch), stream=TEST, axis=None if learnt.shared else 0,
+    )  # fmt: skip
+
+
+def _accuracies(
+    embedding, flow, task: Task, seeds: Sequence[int], sequences: int, *, batch: int, stream: int,
+    step: int = 0, axis: int | None,
+) -> tuple[Accuracy, ...]:  # fmt: skip
+    """On the sequences of a step of a stream; `axis` is that of the seeds in the flow's arrays."""
     sizes = embedding.tokens.shape[-2], embedding.positions.shape[-2], embedding.unembed.shape[-1]
     for name, has, needs in zip(
         ("ids", "tokens", "classes"), sizes, (task.vocab, task.tokens, task.classes)
     ):
         if has < needs:
             raise ValueError(f"{task.name} needs {needs} {name}, but the tables have {has}")
-    _check_draw(task, batch)
-    axis = 0 if batched else None
-    size, total = min(batch, sequences), np.zeros((5, len(seeds)), np.int64)
+    size, total = min(batch, sequences), np.zeros((6, len(seeds)), np.int64)
     for number in range(-(-sequences // size)):
         keys = _stream(seeds, stream, step, number)
         total += np.asarray(_answers(embedding, flow, keys, task=task, count=size, axis=axis))
     for name, outside, count in (
-        ("ids", total[3], task.vocab), ("labels", total[4], task.classes)
+        ("ids", total[4], task.vocab), ("labels", total[5], task.classes)
     ):  # fmt: skip
         if outside.any():
             raise ValueError(f"{task.name} draws {name} that are not within 0 .. {count - 1}")
     if not total[1].all():
         raise ValueError(f"{task.name} asks for no token: all masks are empty")
-    return tuple(Accuracy(*map(int, column)) for column in total[:3].T)
+    return tuple(Accuracy(*map(int, column)) for column in total[:4].T)
 
 
 def train(
@@ -384,8 +430,9 @@ def train(
             which is told the accuracies.
 
     Raises:
-        ValueError: what is no machine or task; seeds that are not different integers; a file that
-            another run writes, or was made with other settings or of other shapes; a task that
+        ValueError: what is no machine or task; seeds that are not different integers; a mesh
+            without an axis `data`, or of a size there that divides neither seeds nor batch; a file
+            that another run writes, or was made with other settings or of other shapes; a task that
             asks for nothing, or whose ids or labels its sizes do not cover; an empty mask.
         FloatingPointError: a loss that is not finite, with its step and seed.
 
@@ -401,14 +448,14 @@ def train(
     seeds = _check(machine, task, settings, seeds)
     put, on_mesh = spread(mesh, len(seeds), settings.batch)
     drawn = isinstance(machine, Recipe)
-    leaf = next((leaf for leaf in jax.tree.leaves(machine) if not drawn), None)
-    dtype = jnp.result_type(float) if leaf is None else leaf.dtype
+    narrow = (None if drawn else _floating(machine)) or jnp.result_type(float)
+    dtype = at_least_float32(narrow)  # in bfloat16 small steps would be rounded away
     asked = dict(
         machine=asdict(machine) if isinstance(machine, Recipe) else digest(machine),
         task=task.name,
         training=asdict(settings),
         seeds=list(seeds),
-        dtype=str(dtype),
+        dtype=str(narrow),
     )
     with saving(out, asked) as file, on_mesh:
         before = file.read()
@@ -421,15 +468,15 @@ def train(
             _stream(seeds, START), task=task, width=flow.width, columns=read_columns(flow),
             scale=settings.scale, dtype=dtype,
         )  # fmt: skip
-        trained = start, flow if everything else None
-        state = _states(trained, settings=settings)
-        options: dict[str, Any] = dict(task=task, settings=settings, axis=0 if drawn else None)
+        trained = put((start, flow if everything else None))
+        state = put(_states(trained, settings=settings))
+        axis = 0 if drawn else None
 
-        def test(sequences: int, **of) -> tuple[Accuracy, ...]:
+        def accuracies(sequences: int, stream: int, step: int = 0) -> tuple[Accuracy, ...]:
             now = flow if trained[1] is None else trained[1]
-            return evaluate(
-                trained[0], now, task, seeds, sequences=sequences, batch=settings.batch,
-                batched=drawn, **of,
+            return _accuracies(
+                trained[0], now, task, seeds, sequences, batch=settings.batch, stream=stream,
+                step=step, axis=axis,
             )  # fmt: skip
 
         def store() -> None:
@@ -439,17 +486,15 @@ def train(
         begin = time.perf_counter()
         if before is None:
             head: dict[str, Any] = dict(seconds=0.0, test=None)
-            found = test(settings.validation, stream=VALIDATION)
+            found = accuracies(settings.validation, VALIDATION)
             records = dict(
                 losses=np.zeros((0, len(seeds)), dtype),
                 evaluated=np.zeros(1, np.int64),
                 validation=np.asarray([[one.value for one in found]]),
             )
         else:
-            head, records, (trained, state) = _restored(
-                before, (trained, state), len(seeds), dtype, file.path
-            )
-        trained, state = put((trained, state))
+            head, records, kept = _restored(before, (trained, state), len(seeds), dtype, file.path)
+            trained, state = put(kept)
         pending: list[Any] = []
         steps = settings.steps if not _solved(records["validation"], settings) else 0
         together = settings.together
@@ -457,29 +502,28 @@ def train(
         for first in bar:
             done = first + together
             keys = jnp.stack([_stream(seeds, TRAIN, step) for step in range(first, done)])
-            (trained, state), values = _update(trained, state, frozen, keys, **options)
+            (trained, state), values = _update(
+                trained, state, frozen, keys, task=task, settings=settings, axis=axis
+            )
             pending.append(values)
             if done % settings.every and done < steps:
                 continue
             losses = _losses(pending, len(records["losses"]), seeds)
             pending = []
-            accuracies = [one.value for one in test(settings.validation, stream=VALIDATION,
-                                                    step=done)]  # fmt: skip
-            for name, more in zip(RECORDS, (losses, [done], [accuracies])):
+            shares = [one.value for one in accuracies(settings.validation, VALIDATION, done)]
+            for name, more in zip(RECORDS, (losses, [done], [shares])):
                 records[name] = np.concatenate([records[name], more])
             head["seconds"] += time.perf_counter() - begin
             begin = time.perf_counter()
             store()
             if hasattr(bar, "set_postfix"):
-                bar.set_postfix(
-                    accuracy=f"{np.mean(accuracies):.4f}", loss=f"{losses[-1].mean():.4f}"
-                )
+                bar.set_postfix(accuracy=f"{np.mean(shares):.4f}", loss=f"{losses[-1].mean():.4f}")
             if _solved(records["validation"], settings):
                 break
         if hasattr(bar, "close"):
             bar.close()
         if head["test"] is None:
-            head["test"] = test(settings.test)
+            head["test"] = accuracies(settings.test, TEST)
             store()
     return Trained(
         embedding=trained[0],
@@ -562,10 +606,6 @@ def _restored(before, like, seeds: int, dtype, path):
     steps, made = (np.shape(arrays.get(name))[:1] for name in RECORDS[:2])
     sizes = (*steps, seeds), made, (*made, seeds)
     shapes |= zip(RECORDS, zip(sizes, map(np.dtype, (dtype, np.int64, np.float64))))
-    arrays = {
-        name: typed(array, shapes[name][1]) if name in shapes else array
-        for name, array in arrays.items()
-    }
     found = {name: (array.shape, array.dtype) for name, array in arrays.items()}
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
@@ -584,10 +624,13 @@ def _restored(before, like, seeds: int, dtype, path):
 def _check(machine, task, settings, seeds) -> tuple[int, ...]:
     if not isinstance(machine, Recipe):
         check_flow(machine, "machine must be a Recipe or")
-    if not isinstance(task, Task):
-        raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
+    _check_task(task)
     if not isinstance(settings, Settings):
         raise ValueError(f"settings must be Settings, got {type(settings).__name__}")
+    return _check_seeds(seeds)
+
+
+def _check_seeds(seeds) -> tuple[int, ...]:
     given = list(seeds) if isinstance(seeds, Iterable) else [seeds, seeds]
     numbers = [int(s) for s in given if is_integer(s, 0, 2**32 - 1)]
     if not numbers or len(numbers) < len(given) or len(set(numbers)) < len(given):
@@ -595,11 +638,22 @@ def _check(machine, task, settings, seeds) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _check_draw(task: Task, count: int) -> None:
-    """Raises ValueError where a task's batches are not what it says."""
-    drawn = jax.eval_shape(lambda key: task.draw(key, count), jax.random.key(0))
+def _check_task(task) -> None:
+    """Raises ValueError for what is no task, and where its batches are not what it says."""
+    if not isinstance(task, Task):
+        raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
+    try:
+        hash(task)
+    except TypeError as error:
+        raise ValueError(f"{task.name} has a field that cannot be hashed: {error}") from error
+    drawn = jax.eval_shape(lambda key: task.draw(key, 2), jax.random.key(0))
     shapes = [part.shape for part in drawn]
-    if shapes != [(count, task.tokens)] * 3:
+    if shapes != [(2, task.tokens)] * 3:
         raise ValueError(
-            f"{task.name} draws ids, labels and a mask of {shapes}, not of {(count, task.tokens)}"
+            f"{task.name} draws ids, labels and a mask of {shapes} for a batch of 2, not of "
+            f"{(2, task.tokens)}"
         )
+    types = [part.dtype for part in drawn]
+    for name, dtype, kind in zip(Batch._fields, types, (jnp.integer, jnp.integer, jnp.bool_)):
+        if not jnp.issubdtype(dtype, kind):
+            raise ValueError(f"{task.name} draws {name} of {dtype}, not of {kind.__name__}")

@@ -23,7 +23,6 @@ def accuracy_over_steps(
     *,
     theme: str,
     title: str,
-    chance: float | None = None,
 ) -> Axes:
     """The mean accuracy over training steps, and the band of all seeds, on axes of a `style`.
 
@@ -31,9 +30,7 @@ def accuracy_over_steps(
         curves: by machine, (evaluations,) steps and (evaluations, seeds) accuracies; four at most.
         theme: "light" or "dark".
         title: of the picture.
-        chance: the accuracy of a guess, a dotted line.
     """
-    tone = THEMES[theme]
     for (name, (steps, values)), colour, marker in zip(curves.items(), COLOURS[theme], MARKERS):
         low, high = 100 * values.min(axis=1), 100 * values.max(axis=1)
         axes.fill_between(steps, low, high, color=colour, alpha=0.17, lw=0)
@@ -41,8 +38,6 @@ def accuracy_over_steps(
             steps, 100 * values.mean(axis=1), color=colour, marker=marker, mew=0, label=name,
             markevery=-(-len(steps) // 20), clip_on=False,
         )  # fmt: skip
-    if chance is not None:
-        axes.axhline(100 * chance, color=tone["pale"], lw=1.2, ls=(0, (1, 1)), label="guess")
     axes.set_ylim(0, 100)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
