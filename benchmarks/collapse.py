@@ -47,6 +47,7 @@ import numpy as np
 import optax
 from flax import nnx
 from matplotlib.figure import Figure
+from pages import write_tables
 
 from svflow import plotting
 from svflow.plotting import COLOURS, MARKERS, THEMES
@@ -275,9 +276,7 @@ def main() -> None:
         if given.picture is not None and rate == given.rates[0]:
             picture(results, given.steps, rate, given.picture)
     if given.out is not None:
-        before = given.out.read_text() if given.out.exists() else ""
-        body = "\n" + "\n".join(lines) + "\n"
-        given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + body)
+        write_tables(given.out, lines)
         head = dict(jax=jax.__version__, steps=given.steps, seeds=given.seeds, kept=KEPT)
         given.out.with_suffix(".json").write_text(json.dumps(head | dict(rates=record)) + "\n")
 

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from pages import write_tables
 
 import svflow as sv
 from svflow.portrait import loss_absent
@@ -171,9 +172,7 @@ def main() -> None:
     if rows[count:]:
         lines += ["", "By family, tiny random checkpoints:", ""]
         lines += [joined(["family", "norms", *head]), rule, *by_family(rows[count:])]
-    before = given.out.read_text() if given.out.exists() else ""
-    body = "\n" + "\n".join(lines) + "\n"
-    given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + body)
+    write_tables(given.out, lines)
     record = dict(jax=jax.__version__, tokens=given.tokens, tolerance=given.tolerance, rows=rows)
     given.out.with_suffix(".json").write_text(json.dumps(record) + "\n")
 

@@ -2,8 +2,9 @@
 
     python benchmarks/machine_bounds.py [--seeds 10] [--out results/universal_bounds]
 
-Writes FILE.md with the tables, FILE.json with all numbers and FILE_*.png with the pictures, where
---out is FILE. The machine that runs it does not matter: nothing is timed.
+Writes the tables of FILE.md, everything below its line "## Tables", FILE.json with all numbers and
+FILE_*.png with the pictures, where --out is FILE. The machine that runs it does not matter: nothing
+is timed.
 
 - paths: ranks of the path functions of random targets of width 1 (`ut.path_rank`);
 - widths: random machines around their least width N (`ut.phase`);
@@ -21,6 +22,7 @@ import jax
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from pages import write_tables
 
 import universal as ut
 from svflow import plotting
@@ -106,7 +108,7 @@ def main() -> None:
     def add(title: str, text: str, picture: str | None, result) -> None:
         note = NOTES.get(title)
         parts.append(
-            f"## {title}\n\n" + (f"{note}\n\n" if note else "") + f"```text\n{text}\n```\n"
+            f"### {title}\n\n" + (f"{note}\n\n" if note else "") + f"```text\n{text}\n```\n"
         )
         if picture is not None:
             parts.append(f"![{title}]({out.name}_{picture}.png)\n")
@@ -151,7 +153,7 @@ def main() -> None:
     add("Perturbed", ut.robustness_table(found | more), "robustness", found | more)
     add("Rounded", ut.quantisation_table(rounded), None, rounded)
 
-    out.with_suffix(".md").write_text("\n".join(parts))
+    write_tables(out.with_suffix(".md"), parts)
     head = dict(jax=jax.__version__, numpy=np.__version__, seeds=given.seeds)
     out.with_suffix(".json").write_text(json.dumps(head | record) + "\n")
 

@@ -22,6 +22,7 @@ import matplotlib
 import numpy as np
 from flax import nnx
 from matplotlib.figure import Figure
+from pages import write_tables
 
 import svflow as sv
 from svflow import plotting, power
@@ -29,6 +30,7 @@ from svflow.power.flow import PowerFlow
 from svflow.power.steering_plot import dose_picture
 
 STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+VARIANTS = ("basic", "exact", "mean")
 CUTS = (None, 0.003, 0.01, 0.03, 0.1, 0.3)
 # An amide coupling as SMILES, for models of chemistry: a vocab.txt of atoms and bonds.
 REACTION = (
@@ -165,6 +167,16 @@ def picture(dose: power.DoseResponse, title: str, file: Path) -> None:
         figure.savefig(file, dpi=120, metadata={"Software": None})
 
 
+def condition(model, layer: int) -> str:
+    """The singular values of the layer's V that matter here, as text."""
+    value = np.asarray(model.flow.layers.attention.value.kernel[...][layer])
+    sigma = np.linalg.svd(value.reshape(value.shape[0], -1), compute_uv=False)
+    return (
+        f"{len(sigma)}: the largest over the smallest is {sigma[0] / sigma[-1]:.0f}, the last two "
+        f"are {sigma[-2] / sigma[0]:.1g} and {sigma[-1] / sigma[0]:.1g} of it"
+    )
+
+
 def steering_lines(folder: Path | None) -> list[str]:
     lines = ["", "### Steering the last of random layers (reduced system, 200 draws)", ""]
     names = [f"{v} {a}" for v in ("basic", "exact", "mean") for a in (10, 100)]
@@ -188,14 +200,15 @@ def steering_lines(folder: Path | None) -> list[str]:
             "",
             f"Unsteered: cosine {unsteered.unsteered_cosine:.2f}, share "
             f"{unsteered.unsteered_positive:.2f}, loss {unsteered.loss_before:.2f}. |ybar| = "
-            f"{float(dose.scale):.2f}. Each cell: cosine / share with +z / KL.",
+            f"{float(dose.scale):.2f}. Each cell: cosine / |cosine| / share with +z / KL.",
             "",
             "| variant | reach | " + " | ".join(f"{a:g}" for a in STRENGTHS) + " |",
             "|---" * (2 + len(STRENGTHS)) + "|",
         ]
         for i, variant in enumerate(dose.variants):
             cells = [
-                f"{e.cosine[i, j]:.2f} / {e.positive[i, j]:.2f} / {e.kl[i, j]:.2f}"
+                f"{e.cosine[i, j]:.2f} / {e.size[i, j]:.2f} / {e.positive[i, j]:.2f} / "
+                f"{e.kl[i, j]:.2f}"
                 for j in range(len(STRENGTHS))
             ]
             reach = "" if np.isnan(dose.reach[i]) else f"{dose.reach[i]:.3f}"
@@ -204,15 +217,17 @@ def steering_lines(folder: Path | None) -> list[str]:
             file = folder / f"steering_layer_{layer + 1}.png"
             picture(dose, title, file)
             lines += ["", f"![Dose and response, layer {layer + 1}]({file.name})"]
-        lines += ["", "The mean variant at strength 10, small singular values of V cut off:", ""]
-        lines += ["| rcond | reach | cosine | share with +z | KL |", "|---" * 5 + "|"]
+        lines += ["", "At strength 10, small singular values of V cut off, of which there are "]
+        lines[-1] += f"{condition(model, layer)}. Each cell: cosine / share with +z / KL."
+        lines += ["", "| rcond | reach | " + " | ".join(VARIANTS) + " |", "|---" * 5 + "|"]
         for rcond in CUTS:
-            cut = power.dose_response(model, z, [10.0], ids, ["mean"], layer=layer, rcond=rcond)
-            one = jax.tree.map(lambda a: float(a[0, 0]), cut.effect)
-            lines.append(
-                f"| {rcond} | {cut.reach[0]:.3f} | {one.cosine:.2f} | {one.positive:.2f} | "
-                f"{one.kl:.2f} |"
-            )
+            cut = power.dose_response(model, z, [10.0], ids, VARIANTS, layer=layer, rcond=rcond)
+            e = cut.effect
+            cells = [
+                f"{e.cosine[i, 0]:.2f} / {e.positive[i, 0]:.2f} / {e.kl[i, 0]:.2f}"
+                for i in range(len(VARIANTS))
+            ]
+            lines.append(f"| {rcond} | {cut.reach[-1]:.3f} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -222,12 +237,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     folder = None if given.out is None else given.out.parent
-    tables = "\n".join([*study_lines(given.models), *steering_lines(folder)]) + "\n"
+    lines = [*study_lines(given.models), *steering_lines(folder)]
     if given.out is None:
-        print(tables)
-        return
-    before = given.out.read_text() if given.out.exists() else ""
-    given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + tables)
+        print("\n".join(lines))
+    else:
+        write_tables(given.out, lines)
 
 
 if __name__ == "__main__":

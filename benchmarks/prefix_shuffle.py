@@ -24,6 +24,7 @@ import jax
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from pages import write_tables
 
 import svflow as sv
 from svflow import plotting
@@ -142,9 +143,7 @@ def main() -> None:
             add(f"random weights of sd {spread}, {what} QK-norm", study)
     if given.out is None:
         return
-    before = given.out.read_text() if given.out.exists() else ""
-    body = "\n".join(lines) + "\n"
-    given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + body)
+    write_tables(given.out, lines)
     head = dict(jax=jax.__version__, device=jax.devices()[0].device_kind, corpus=given.corpus.name)
     given.out.with_suffix(".json").write_text(json.dumps(head | dict(studies=results)) + "\n")
 

@@ -14,11 +14,12 @@ PASSAGES. The pictures beside them are those of the last checkpoint of every mod
 `embedded_film`, what training does. With --out the
 tables take the place of everything after the line "## Tables" of that file.
 
-In the summary, per resolution and for participation in positive weights: the gradient is Spearman's
-rho of a measure with depth; rank is the effective rank of the product of all layers' Jacobians; Q
-and n are means over layers, of modularity and of the number of communities; the last columns are
-the layers whose coupling of columns is positive and negative, raw -> partial, and the same for the
-columns of R = J - I.
+In the summary, per resolution: the gradient is Spearman's rho of a measure with depth; rank is the
+effective rank of the product of all layers' Jacobians; Q and n are means over layers, of modularity
+and of the number of communities; rho is that of the columns of J and participation in positive
+weights, its mean over layers; the last columns are the verdicts, for participation in positive and
+in negative weights: how many couplings are found positive and negative, of all layers and the four
+gains, raw -> partial.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
+from pages import write_tables
 from power_study import longest_pieces
 from scipy.stats import spearmanr
 from tqdm import tqdm
@@ -101,10 +103,10 @@ def summary(name: str, study: topology.Study) -> str:
     def gradient(key):
         return f"{spearmanr(depth, mean[key]).statistic:+.2f}"
 
-    def verdicts(gain):
+    def verdicts(weights):
         cells = []
         for tested in (found.coupling.raw, found.coupling.partial):
-            signs = [int(np.sum(tested.verdict[0, gain] == s)) for s in ("positive", "negative")]
+            signs = [int(np.sum(tested.verdict[weights] == s)) for s in ("positive", "negative")]
             cells.append(f"{signs[0]}+ {signs[1]}-")
         return " → ".join(cells)
 
@@ -122,14 +124,15 @@ def summary(name: str, study: topology.Study) -> str:
         f"{np.mean(found.coupling.raw.rho[0, 0]):+.2f} → "
         f"{np.mean(found.coupling.partial.rho[0, 0]):+.2f}",
         verdicts(0),
-        verdicts(2),
+        verdicts(1),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
 HEAD = (
     "checkpoint", "states", "aligned, gradient", "Henrici, gradient", "update, gradient", "rank",
-    "Q", "Q rewired", "n", "stable", "mean rho", "columns", "columns of R",
+    "Q", "Q rewired", "n", "stable", "mean rho", "found, positive weights",
+    "found, negative weights",
 )  # fmt: skip
 
 
@@ -261,12 +264,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    tables = "\n".join(lines(given)) + "\n"
+    tables = lines(given)
     if given.out is None:
-        print(tables)
-        return
-    before = given.out.read_text() if given.out.exists() else ""
-    given.out.write_text(before.split("## Tables\n")[0] + "## Tables\n" + tables)
+        print("\n".join(tables))
+    else:
+        write_tables(given.out, tables)
 
 
 if __name__ == "__main__":

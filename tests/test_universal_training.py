@@ -18,6 +18,7 @@ from universal_cases import formula, relative
 import svflow as sv
 import universal as ut
 from universal import saved, training
+from universal.bounds import random_target
 from universal.components import read_columns
 
 RECIPE = ut.Recipe("random", 2, 2, 3, 2, residual=True, norm=True, hidden=7)
@@ -129,6 +130,24 @@ def test_the_machines_are_the_formula():
     for a, b in itertools.pairwise(ours):  # every switch does something
         assert relative(a, b) > 1e-2
     assert relative(end, stepped) < 1e-14
+
+
+@pytest.mark.parametrize(("norm", "least", "most"), [(False, 0, 1e-12), (True, 0.1, 10)])
+def test_layer_norm_ends_a_residual_machines_exactness(norm, least, most):
+    """A program keeps inner products and not norms: LayerNorm scales the two states differently."""
+    sizes = 2, 2, 5, 3, 2
+    target = random_target(jax.random.key(0), *sizes, residual=True)
+    machine = ut.sparse(*sizes, kind="residual")
+    x = draw(0, 7, 5)
+
+    @fast
+    def outputs(flows, states):
+        ends = [sv.simulate(flow, state).xs[-1] for flow, state in zip(flows, states)]
+        return [flow.attention.unembed(flow.read(end)) for flow, end in zip(flows, ends)]
+
+    flows = [ut.Blocks(attention, norm=norm) for attention in (target, machine)]
+    theirs, ours = outputs(flows, [x, x @ ut.program(machine, target)])
+    assert least <= relative(ours, theirs) <= most
 
 
 def products(jaxpr):

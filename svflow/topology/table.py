@@ -76,7 +76,8 @@ def _couplings(name: str, study: Study) -> list[str]:
         lines += [
             "",
             f"coupling of gain to participation in {label} weights: rho and p ({both.correction}), "
-            f"+ or - where p <= {both.alpha:g}",
+            f"+ or - where p <= {both.alpha:g},",
+            "? where there are too few communities for any p so small",
             f"{'':>4}|{'raw':^47}|{'partial':^46}",
             f"{'':>4}|{head}".rstrip(),
         ]
