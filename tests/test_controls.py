@@ -92,6 +92,7 @@ def test_the_table_of_controls():
         "beside_untrained",
         "haar",
         "initialisation",
+        "shuffled",
     }
 
 
@@ -242,6 +243,25 @@ def test_initialisation_is_the_architecture_untrained():
 def test_initialisation_refuses_what_is_no_model():
     with pytest.raises(ValueError, match="needs a Transformer, got TransformerFlow"):
         controls.initialisation(TYPED, tiny_model("gpt2").flow)
+
+
+def test_shuffled_keeps_the_entries_of_every_layer():
+    model = tiny_model("gpt2", "float64")
+    mixed = controls.shuffled(TYPED, model)
+    assert mixed.config == model.config
+    assert jax.tree.structure(mixed) == jax.tree.structure(model)
+    moved = []
+    for new, old in zip(jax.tree.leaves(mixed.flow), jax.tree.leaves(model.flow)):
+        assert (new.shape, new.dtype) == (old.shape, old.dtype)
+        flat = np.asarray(new).reshape(len(new), -1), np.asarray(old).reshape(len(old), -1)
+        np.testing.assert_array_equal(*(np.sort(one, axis=1) for one in flat))
+        moved.append((flat[0] != flat[1]).mean())
+    assert max(moved) > 0.9
+    assert np.array_equal(mixed.embedding.tokens[...], model.embedding.tokens[...])
+    layers = np.asarray(mixed.flow.layers.attention.query.kernel[...])
+    assert abs(np.corrcoef(layers[0].ravel(), layers[1].ravel())[0, 1]) < 0.2
+    with pytest.raises(ValueError, match="shuffled needs a Transformer, got TransformerFlow"):
+        controls.shuffled(TYPED, model.flow)
 
 
 # What noise alone shows

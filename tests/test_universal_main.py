@@ -143,13 +143,14 @@ def test_blocks_of_a_language_model_are_trained_around():
     assert [cell.name for cell in preset.cells] == [
         f"{task}-{machine}-blocks"
         for task in ("dyck-1", "k-hop")
-        for machine in ("trained", "initialised")
+        for machine in ("trained", "shuffled", "initialised")
     ]
-    trained, initialised = (cell.recipe for cell in preset.cells[:2])
+    trained, mixed, initialised = (cell.recipe for cell in preset.cells[:3])
     assert trained.width == initialised.width == sv.load(sv.data.default_model_path()).config.width
     for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(initialised), strict=True):
         assert one.shape == other.shape
-    assert preset.cells[2].recipe is trained
+    assert preset.cells[3].recipe is trained
+    assert [cell.recipe for cell in preset.cells[4:]] == [mixed, initialised]
     # And the column of a flow in the table, with no recipe to tell of.
     cell = preset.cells[0]._replace(
         sequences=ut.dyck1_task(2), settings=ut.Settings(steps=2, batch=4, warmup=1, every=1,

@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         "--only",
         metavar="TEXT",
         help="only cells whose name contains this; a name is the "
-        "task (dyck-1, k-hop), the machine (sparse, random, full; trained, initialised) and the "
-        "components (attention, norm, mlp; blocks), as in dyck-1-sparse-attention",
+        "task (dyck-1, k-hop), the machine (sparse, random, full; trained, shuffled, initialised) "
+        "and the components (attention, norm, mlp; blocks), as in dyck-1-sparse-attention",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="how many, instead of the preset's")
     return parser

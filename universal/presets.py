@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 from flax import nnx
 
 import svflow as sv
+from svflow.spectra.controls import shuffled
 from universal.components import Recipe
 from universal.tasks import Task, dyck1_task, k_hop_task
 from universal.training import Settings
@@ -134,17 +136,20 @@ def _paper() -> Preset:
 
 
 def _reprogram() -> Preset:
-    """The embedded language model's blocks, trained and as initialised, on the small tasks."""
+    """The embedded language model's blocks, trained, shuffled and as initialised."""
     record, path = sv.data.training_record(), sv.data.default_model_path()
     trained = sv.load(path)
     untrained = sv.Transformer(trained.config, rngs=nnx.Rngs(record["init_seed"]))
+    models = dict(
+        trained=trained, shuffled=shuffled(jax.random.key(0), trained), initialised=untrained
+    )
     settings = Settings(
         steps=1500, batch=64, learning_rate=3e-3, warmup=100, every=100, validation=512
     )
     cells = [
         Cell(name, BLOCKS, machine, task, model.flow, settings)
         for name, task in (("Dyck-1", dyck1_task(8)), ("k-hop", k_hop_task(20, 3, (0, 2))))
-        for machine, model in (("trained", trained), ("initialised", untrained))
+        for machine, model in models.items()
     ]
     return Preset(tuple(cells), 2)
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -38,6 +39,7 @@ __all__ = [
     "haar_update",
     "initialisation",
     "random_update",
+    "shuffled",
 ]
 
 
@@ -139,6 +141,27 @@ def initialisation(key: Array, model: Transformer) -> Transformer:
         raise ValueError(f"initialisation needs a Transformer, got {type(model).__name__}")
     dtype = model.embedding.tokens[...].dtype
     return Transformer(model.config, rngs=nnx.Rngs(key), dtype=dtype)
+
+
+def shuffled(key: Array, model: Transformer) -> Transformer:
+    """The model with the entries of each layer's arrays in another order, each array by itself.
+
+    Keeps how large the entries of every array of every layer are, and the embeddings and the head:
+    what the untrained model has not and this has is due to sizes, what neither has to the order.
+
+    Raises:
+        ValueError: what is not a `Transformer`.
+    """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"shuffled needs a Transformer, got {type(model).__name__}")
+    leaves, structure = jax.tree.flatten(model.flow)
+    keys = jax.random.split(key, len(leaves))
+    mixed = [
+        jax.random.permutation(one, leaf.reshape(len(leaf), -1), axis=1, independent=True)
+        for one, leaf in zip(keys, leaves)
+    ]
+    mixed = [a.reshape(leaf.shape) for a, leaf in zip(mixed, leaves)]
+    return eqx.tree_at(lambda one: one.flow, model, jax.tree.unflatten(structure, mixed))
 
 
 def beside_untrained(
