@@ -16,7 +16,7 @@ Of a peer that says "timed 1/N" a part of the work was timed, and its seconds ar
 The JSON file holds `machine`, `quick`, `rows` (see `benchmarks.rows.measured`; `seconds` are those
 of every call) and, with --device, `device`; it is written again after every row. Of a file that is
 there already the rows that are not run again stay; one of another machine, of other versions or
-sizes is refused.
+sizes is refused. With --page too, all its rows are the tables of that page.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import machine, rows, table
+from benchmarks.pages import write_tables
 from svflow.models.loading import opened
 
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not given.gguf.is_file():
                 raise FileNotFoundError(f"no file {given.gguf}")
             opened(given.gguf, "float32")
+        if given.page is not None and given.json is None:
+            raise ValueError("--page shows the rows of the file that --json names: give both")
         if given.rounds < 1:
             raise ValueError(f"--rounds must be at least 1, got {given.rounds}")
         chosen = rows.chosen(given.names)
@@ -76,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             every = {row["name"]: row for row in [*kept, *document["rows"]]}
             whole = document | dict(rows=list(every.values()))
             given.json.write_text(json.dumps(whole, indent=1) + "\n")
+            if given.page is not None:
+                write_tables(given.page, table.page(whole))
     print("\n" + table.table(document["rows"]))
     return 0 if right and all(r["status"] != "wrong" for r in document["rows"]) else 1
 
@@ -101,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows or groups; all by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes every number")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE.md", help="whose tables are the JSON file's rows"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, correctness only")
     parser.add_argument("--list", action="store_true", help="names and claims, nothing is run")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="SmolLM2-135M, for its rows")

@@ -32,6 +32,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([text[0], "-" * max(map(len, text)), *text[1:]])
 
 
+def page(document: dict[str, Any]) -> list[str]:
+    """Machine and rows of a file of `python -m benchmarks --json`, as preformatted Markdown."""
+    text = f"{machine(document['machine'])}\n\n{table(document['rows'])}"
+    return [f"    {line}".rstrip() for line in text.splitlines()]
+
+
 def lines(row: dict[str, Any]) -> str:
     """One row as it is finished."""
     return "\n".join("  ".join(cell for cell in line if cell) for line in _cells(row))

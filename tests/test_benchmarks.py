@@ -13,6 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import __main__, device, growth, machine, rows, table, timing
+from benchmarks.pages import MARK, write_tables
 
 RESULTS = Path(__main__.__file__).parent / "results"
 
@@ -328,11 +329,19 @@ def test_the_device_against_the_cpu():
     assert "WRONG" in table.device(found)
 
 
+def test_tables_take_the_place_of_tables(tmp_path):
+    page = tmp_path / "page.md"
+    write_tables(page, ["", "one"])
+    assert page.read_text() == "## Tables\n\none\n"
+    page.write_text("# Title\n\nA reading.\n\n" + page.read_text())
+    write_tables(page, ["two", "three", ""])
+    assert page.read_text() == "# Title\n\nA reading.\n\n## Tables\n\ntwo\nthree\n"
+    assert __main__.main(["--page", str(page), "--list"]) == 2  # of what rows?
+
+
 def test_the_page_shows_the_kept_table():
     document = json.loads((RESULTS / "table.json").read_text())
     page = (RESULTS / "speed.md").read_text()
-    shown = "\n".join(line.removeprefix("    ") for line in page.splitlines())
-    assert table.table(document["rows"]) in shown
-    assert table.machine(document["machine"]) in shown
+    assert page.split(MARK)[1].strip("\n").splitlines() == table.page(document)
     assert not any(row["load"]["busy"] for row in document["rows"])
     assert {row["name"] for row in document["rows"]} == set(rows.all_rows())
