@@ -29,7 +29,7 @@ from svflow.models.tokenizer import load_tokenizer
 from svflow.models.transformer import Transformer, indices_of
 from svflow.panels import PANELS, depth
 from svflow.portrait import portrait
-from svflow.spectra.controls import initialisation
+from svflow.spectra.controls import untrained
 
 FILES = (
     "index.html",
@@ -131,8 +131,8 @@ def _run(arguments: argparse.Namespace) -> None:
             model, name = load(source, dtype=jnp.dtype(arguments.dtype)), _name(given)
             docs.append(_document(model, ids, arguments, name=name, **said))
             if arguments.untrained:
-                untrained = initialisation(jax.random.key(1), model)
-                docs.append(_document(untrained, ids, arguments, name=f"{name}, untrained", **said))
+                fresh = untrained(1, model)
+                docs.append(_document(fresh, ids, arguments, name=f"{name}, untrained", **said))
         light, dark = page.pictures(docs, "light"), page.pictures(docs, "dark")
         for place, drawn in zip(("", ".2"), light):
             for key, png in drawn.items():
@@ -160,7 +160,9 @@ def _document(
     panels = {
         key: _measured(panel, model, ids, arguments)
         for key, panel in PANELS.items()
-        if not getattr(arguments, f"no_{key}") and _installed(panel)
+        if not getattr(arguments, f"no_{key}")
+        and _installed(panel)
+        and _fits(panel, len(ids), model.flow.width)
     }
     return report.document(found, model, ids, panels=panels, **said)
 
@@ -170,6 +172,17 @@ def _installed(panel: ModuleType) -> bool:
         return True
     print(
         f"svflow: {panel.KEY} is left out: it needs pip install 'svflow[{panel.EXTRA[0]}]'",
+        file=sys.stderr,
+    )
+    return False
+
+
+def _fits(panel: ModuleType, tokens: int, width: int) -> bool:
+    if tokens >= panel.LEAST[0] and width >= panel.LEAST[1]:
+        return True
+    print(
+        f"svflow: {panel.KEY} is left out: it needs {panel.LEAST[0]} tokens and a width of "
+        f"{panel.LEAST[1]}, not {tokens} and {width}",
         file=sys.stderr,
     )
     return False

@@ -93,6 +93,7 @@ def test_the_table_of_controls():
         "haar",
         "initialisation",
         "shuffled",
+        "untrained",
     }
 
 
@@ -243,6 +244,18 @@ def test_initialisation_is_the_architecture_untrained():
 def test_initialisation_refuses_what_is_no_model():
     with pytest.raises(ValueError, match="needs a Transformer, got TransformerFlow"):
         controls.initialisation(TYPED, tiny_model("gpt2").flow)
+
+
+def test_a_model_is_not_compared_with_itself():
+    model = tiny_model("gpt2", "float64")
+    drawn = controls.initialisation(jax.random.key(3), model)
+    tokens = [
+        np.asarray(controls.untrained(seed, one).embedding.tokens[...])
+        for seed, one in ((3, model), (3, drawn), (4, model))
+    ]
+    assert np.array_equal(tokens[0], drawn.embedding.tokens[...])
+    assert np.array_equal(tokens[1], tokens[2])
+    assert not np.array_equal(tokens[0], tokens[1])
 
 
 def test_shuffled_keeps_the_entries_of_every_layer():

@@ -185,8 +185,21 @@ def test_averages_to_the_end_are_those_of_the_product_over_layers(first):
     full = np.asarray(sv.layer_jacobians(flow, xs, scope="full", context=context))
     for layer in reversed(range(flow.depth)):
         product = product @ full[layer].reshape(x.size, x.size)
-        summed = product.reshape(*x.shape, *x.shape)[first:, :, first:].sum(axis=(0, 2))
-        close(found[layer], summed / (len(x) - first), 1e-11)
+        real = np.arange(first, len(x))
+        real = real[real != 1]  # padding is no token
+        summed = product.reshape(*x.shape, *x.shape)[real][:, :, real].sum(axis=(0, 2))
+        close(found[layer], summed / len(real), 1e-11)
+
+
+def test_padding_behind_changes_no_average():
+    flow, x = make("llama")
+    alone = sv.spectra.averaged_jacobians(flow, sv.simulate(flow, x).xs)
+    more = jnp.concatenate([x, x[:2]])
+    context = sv.Context(mask=jnp.arange(len(more)) < len(x))
+    xs = sv.simulate(flow, more, context=context).xs
+    close(sv.spectra.averaged_jacobians(flow, xs, context=context), alone, 1e-11)
+    with pytest.raises(ValueError, match="all tokens from 5 on are padding"):
+        sv.spectra.averaged_jacobians(flow, xs, first=len(x), context=context)
 
 
 def test_bad_input_to_the_averages_is_named():

@@ -181,6 +181,20 @@ def test_special_matrices():
     assert singular.effective_rank == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_what_is_one_does_not_expand(dtype):
+    """Attention alone adds a matrix of low rank: all other values are 1, in any rounding."""
+    U, V = normal(0, 64, 8), normal(1, 8, 64)
+    J = jnp.eye(64) + 0.3 * U @ V / 8
+    exact = np.linalg.eigvals(0.3 * np.asarray(V @ U) / 8) + 1
+    found = sv.measures(J.astype(dtype))
+    assert float(found.expanding_eigenvalues) * 64 == np.sum(np.abs(exact) > 1)
+    # Of I + U V the values of a plane of 16 dimensions differ from 1, half of them upwards.
+    assert float(found.expanding_singular_values) * 64 == 8
+    turn = sv.measures(controls.haar(jax.random.key(0), 64, dtype))
+    assert turn.expanding_eigenvalues == turn.expanding_singular_values == 0
+
+
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1e30), ("float64", 1e250)])
 def test_measures_know_no_scale(dtype, scale):
     J = normal(1, 5, 5).astype(dtype)

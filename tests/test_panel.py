@@ -11,7 +11,7 @@ import svflow as sv
 from svflow.panels import spectra
 from svflow.spectra import controls
 from svflow.spectra.measures import SCALARS
-from svflow.spectra.panel import CONTROLS, SOURCES, panel
+from svflow.spectra.panel import CONTROLS, DRAWS, SOURCES, panel
 
 IDS = np.array([3, 7, 1, 12, 12, 20])
 
@@ -47,7 +47,8 @@ def test_the_numbers_are_those_of_the_direct_calls(family, dtype):
         np.testing.assert_allclose(got.eigenvalues, expected.eigenvalues, **close, atol=1e-5)
     assert not np.allclose(factors["model"], factors["untrained"])
     factors = {name: [J] for name, J in factors.items()}
-    keys = [jax.random.fold_in(key, draw) for draw in range(2)]
+    stream = jax.random.fold_in(key, DRAWS)
+    keys = [jax.random.fold_in(stream, draw) for draw in range(2)]
     for name in CONTROLS:
         factors[name] = [getattr(controls, name)(one, factors["model"][0]) for one in keys]
     assert tuple(found.effective_rank) == tuple(factors) == SOURCES

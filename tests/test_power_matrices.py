@@ -270,6 +270,30 @@ def test_ties_do_not_count():
         np.testing.assert_array_equal(one.p_value, [1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+def test_rounding_is_no_motion(dtype):
+    F = jnp.diag(jnp.asarray([2.0, 1.0, 0.5]))
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(400, 3)))
+    x = x / jnp.linalg.norm(x, axis=1, keepdims=True)
+    still = power.alignment(F, jnp.stack([x, x * 1.001]).astype(dtype))
+    assert np.isnan(still.rho).all()
+    np.testing.assert_array_equal(still.p_value, [1])
+    step = 64 * float(jnp.finfo(dtype).eps)  # towards the first direction, by more than rounding
+    moved = power.alignment(
+        F, jnp.stack([x, x + step * jnp.sign(x[:, :1]) * jnp.eye(3)[0]]).astype(dtype)
+    )
+    assert moved.rho > 0.99
+
+
+def test_layer_matrices_of_narrow_weights_are_of_float32():
+    model = tiny_model("gemma2", "bfloat16")
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)
+    for fold in (False, True):
+        F = power.layer_matrices(model, fold_norms=fold)
+        assert F.dtype == jnp.float32
+        np.testing.assert_array_equal(F, power.layer_matrices(wide, fold_norms=fold))
+
+
 def test_p_values_of_many_tokens_in_single_precision():
     tokens, near, far = 65536, np.float32([1.0, 0.1]), np.float32([0.1, 1.0])
     counts = (32769, 33000)

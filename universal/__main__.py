@@ -179,8 +179,10 @@ def table(doc: dict[str, Any]) -> str:
     lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
     note = (
         "accuracy in %, mean ± sd over seeds on fresh sequences; from the lowest to the highest "
-        "end of the seeds' 95 % intervals (Wilson); (paper's number, at its own sizes)"
+        "end of the seeds' 95 % intervals (Wilson)"
     )
+    if any(c["paper"] for c in doc["cells"]):
+        note += "; (paper's number, at its own sizes)"
     if not all(c["claim"] for c in doc["cells"]):
         note += "; * from fewer than 10 000 sequences: no claim"
     return "\n".join([*(line.rstrip() for line in lines), "", note])

@@ -4,6 +4,7 @@
     TITLE, ABSENT           of its section; and what is left out where the document has null for it
     SWITCH                  the help of --no-KEY
     EXTRA                   the optional extra of svflow that it needs and what that has; or None
+    LEAST                   the fewest tokens and the least width that it takes
     PICTURES                the keys of its figures
     measure(model, ids, *, progress)            what it shows, computed
     OPTIONS                 the options of the command that `measure` takes besides

@@ -39,8 +39,8 @@ def number(value: float | None) -> str:
         return str(value)
     size = abs(value)
     if size != 0 and (size < 0.001 or size >= 9999.5):
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
+        short = [f"{m}e{int(e)}" for m, e in (f"{value:.{n}e}".split("e") for n in (1, 0))]
+        return short[0] if len(short[0]) <= 7 else short[1]
     digits = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 10 else 3
     return f"{value:.{digits}f}"
 

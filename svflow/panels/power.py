@@ -25,6 +25,7 @@ TITLE = "The layers as a power method"
 ABSENT = "The layers’ principal directions"
 OPTIONS = ()
 EXTRA = None
+LEAST = (2, 1)
 SWITCH = "leave out the layers' principal directions: their time grows as layers x width^3"
 
 _NAMED = "Statistic by name: Li and Altafini, arXiv 2605.25619; formula and controls, here"
@@ -236,12 +237,15 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
     line = {key: power["measures"][key]["lines"] for key in ("gamma", "rho")}
     layers = doc["model"]["layers"]
 
-    def count(field: str, shift: str) -> int:
+    def count(field: str, shift: str) -> str:
         gamma = line["gamma"][shift]
-        return sum(
-            one is not None and other is not None and one > other
+        pairs = [
+            (one, other)
             for one, other in zip(gamma["model"], gamma[field])
-        )
+            if one is not None and other is not None
+        ]
+        above = sum(one > other for one, other in pairs)
+        return f"{above}" if len(pairs) == layers else f"{above} of the {len(pairs)} that have such"
 
     found = [
         "λ₁ and v₁ are the first eigenvalue and eigenvector of F, each layer’s value and output "

@@ -23,6 +23,7 @@ TITLE = "The layers as a score flow"
 ABSENT = "The metrics of the score flow"
 OPTIONS = ()
 EXTRA = None
+LEAST = (2, 3)
 SWITCH = "leave out the metrics of the score flow: their memory grows as heads x tokens^2"
 
 _SOURCE = "The flow: Liao, arXiv 2604.23740; the metric, derived here"

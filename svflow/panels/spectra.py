@@ -24,6 +24,7 @@ TITLE = "Local linear dynamics"
 ABSENT = "The spectra of the layers’ Jacobians"
 OPTIONS = ("draws",)
 EXTRA = None
+LEAST = (2, 1)
 SWITCH = (
     "leave out the spectra of the layers' Jacobians: their time grows as draws x layers x width^3, "
     "to minutes at a width of 768 and far more at some thousands"

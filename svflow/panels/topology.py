@@ -24,6 +24,7 @@ TITLE = "The residual stream as a graph"
 ABSENT = "The communities of the residual stream’s coordinates"
 OPTIONS = ()
 EXTRA = ("topology", ("leidenalg", "igraph"))
+LEAST = (3, 11)
 SWITCH = "leave out the communities of the residual stream's coordinates"
 
 MOST = 128
@@ -114,8 +115,8 @@ def document(found: Panel) -> dict[str, Any]:
         ),
         stability=dict(model=_each(model, "stability"), untrained=_each(untrained, "stability")),
         participation=dict(
-            model=model.participation.positive.mean(axis=1),
-            untrained=untrained.participation.positive.mean(axis=1),
+            model=_participation(model),
+            untrained=_participation(untrained),
         ),
     )
     return dict(
@@ -151,6 +152,12 @@ def document(found: Panel) -> dict[str, Any]:
 
 def _each(topology: Topology, field: str) -> np.ndarray:
     return np.array([getattr(one, field) for one in topology.communities])
+
+
+def _participation(found: Topology) -> np.ndarray:
+    """(layers,) in positive weights, the mean over coordinates that are in a community."""
+    each, inside = found.participation.positive, found.labels >= 0
+    return np.sum(each * inside, axis=1) / np.maximum(inside.sum(axis=1), 1)
 
 
 def _coupling(model: Topology, untrained: Topology, kind: str, gain: str) -> dict[str, list]:

@@ -48,17 +48,18 @@ def layer_matrices(
         raise ValueError(f"layer matrices are those of a transformer, got {type(model).__name__}")
     config, layers = flow.config, flow.layers
     heads, groups = config.heads, config.kv_heads
-    value = layers.attention.value.kernel[...]
+    wide = at_least_float32(layers.attention.value.kernel.dtype)
+    value = layers.attention.value.kernel[...].astype(wide)
     value = value.reshape(*value.shape[:-1], groups, config.head_width)
     value = jnp.repeat(value, heads // groups, axis=-2).reshape(*value.shape[:2], -1)
-    output = layers.attention.output.kernel[...]
+    output = layers.attention.output.kernel[...].astype(wide)
     F = jnp.matmul(value, output, precision="highest").swapaxes(-1, -2)
     if fold_norms:
         before, after = layers.attention_norm, layers.attention_post_norm
         if before is not None and before.weight is not None:
-            F = F * (before.weight[...] + before.offset)[:, None, :]
+            F = F * (before.weight[...].astype(wide) + before.offset)[:, None, :]
         if config.placement in ("output", "sandwich") and after.weight is not None:
-            F = F * (after.weight[...] + after.offset)[:, :, None]
+            F = F * (after.weight[...].astype(wide) + after.offset)[:, :, None]
     return F[np.asarray(config.blocks)]
 
 
@@ -135,7 +136,8 @@ class Alignment(NamedTuple):
             a complex v, of the norm of the projection onto span{Re v, Im v}.
         signed: (layers,) the mean of v . x_i, v's largest entry positive; nan for a complex v.
         rho: (layers,) the share of tokens whose projection the layer made larger, of those whose
-            projection it changed; nan where it changed none.
+            projection it changed; nan where it changed none. A difference of up to `ROUNDING` eps
+            of the states' type is rounding and no change.
         p_value: (layers,) of rho against 1/2, binomial, two-sided: a sign test, so that ties do
             not count; 1 where all are. Tokens of one text are not independent, which makes it too
             small.
@@ -174,22 +176,33 @@ def alignment(
     """
     if ordering not in SHIFTS:
         raise ValueError(f"ordering must be one of {tuple(SHIFTS)}, got {ordering!r}")
-    xs, F = check_states(xs), jnp.asarray(F)
+    (xs, eps), F = directions_of(xs), jnp.asarray(F)
     if F.ndim not in (2, 3) or F.shape[-1] != xs.shape[-1]:
         raise ValueError(f"layer matrices {F.shape} do not fit states {xs.shape}")
     if F.ndim == 3 and len(F) != len(xs) - 1:
         raise ValueError(f"{len(F)} layer matrices need {len(F) + 1} states, got {len(xs)}")
     value, vector = principal_pair(F, shift=SHIFTS[ordering])
-    return aligned(vector, value.imag == 0, xs)
+    return aligned(vector, value.imag == 0, xs, eps)
 
 
-def check_states(xs: Any) -> Float[Array, "states tokens width"]:
-    """The states of a trajectory at unit norm. ValueError for what has no direction."""
+ROUNDING = 4
+"""How many eps of their type two projections of unit states may differ by without being apart.
+
+A state is rounded by eps / 2 of its norm in each of the two, and as much again in their norms.
+"""
+
+
+def directions_of(xs: Any) -> tuple[Float[Array, "states tokens width"], float]:
+    """The states of a trajectory at unit norm, and the eps of the type that they are given in.
+
+    Raises ValueError for what has no direction.
+    """
     xs = jnp.asarray(xs)
     if xs.ndim != 3 or len(xs) < 2 or not xs.size:
         raise ValueError(f"xs must be (layers + 1, tokens, width) states, got shape {xs.shape}")
     if not jnp.issubdtype(xs.dtype, jnp.floating):
         raise ValueError(f"xs must be real floating point, got {xs.dtype}")
+    eps = float(jnp.finfo(xs.dtype).eps)
     xs = xs.astype(at_least_float32(xs.dtype))
     values = known(xs)
     if values is not None:
@@ -198,7 +211,7 @@ def check_states(xs: Any) -> Float[Array, "states tokens width"]:
         if len(bad):
             place = bad[0].tolist()
             raise ValueError(f"xs{place} is zero or not finite: it has no direction")
-    return polar(xs)[0]
+    return polar(xs)[0], eps
 
 
 @jax.jit
@@ -206,6 +219,7 @@ def aligned(
     vector: Complex[Array, "*layers width"],
     real: Bool[Array, "*layers"],
     x: Float[Array, "states tokens width"],
+    eps: float,
 ) -> Alignment:
     """`alignment` with the directions given, one per layer or one for all, and unit states."""
     layers, width = len(x) - 1, x.shape[-1]
@@ -216,8 +230,9 @@ def aligned(
         before = jnp.einsum("lpd,ltd->ltp", basis, x[:-1])
         after = jnp.einsum("lpd,ltd->ltp", basis, x[1:])
     sizes = [polar(part)[1][..., 0] for part in (before, after)]
-    larger = jnp.sum(sizes[1] > sizes[0], axis=-1)
-    changed = jnp.sum(sizes[1] != sizes[0], axis=-1)
+    apart = jnp.abs(sizes[1] - sizes[0]) > ROUNDING * eps
+    larger = jnp.sum(apart & (sizes[1] > sizes[0]), axis=-1)
+    changed = jnp.sum(apart, axis=-1)
     line, flat = (jnp.asarray(chance(width, k), x.dtype) for k in (1, 2))
     return Alignment(
         gamma=jnp.mean(sizes[1], axis=-1),

@@ -55,5 +55,5 @@ def panel(
     """
     own, untrained = beside_untrained(lambda model: study(model, ids), model, seed, progress)
     flow = PowerFlow.from_model(model)
-    prediction = predict(flow, tokens=own.tokens) if flow.shared else None
+    prediction = predict(flow, tokens=own.tokens) if flow.shared and flow.width > 1 else None
     return Panel(int(seed), own, untrained, prediction)

@@ -13,13 +13,14 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, Int
 
 from svflow.models.transformer import Transformer
+from svflow.power.flow import PowerFlow
 from svflow.power.matrices import (
     SHIFTS,
     Alignment,
     Principal,
     aligned,
     chance,
-    check_states,
+    directions_of,
     layer_matrices,
     plane,
     principal,
@@ -94,8 +95,6 @@ def study(model: Transformer, ids: Int[ArrayLike, " tokens"]) -> Study:
 
     Source: Li and Altafini, arXiv 2605.25619: the statistics by name; formulas and controls, here.
     """
-    from svflow.power.flow import PowerFlow
-
     F = layer_matrices(model)
     # By value: a block may be a copy of another, as `steer` makes them.
     same = np.array([hash(matrix.tobytes()) for matrix in np.asarray(F)])
@@ -137,7 +136,7 @@ def _leading(shift):
 
 
 def _dynamics(pairs, spans, same, xs) -> Dynamics:
-    x = check_states(xs)
+    x, eps = directions_of(xs)
     host = np.asarray(x, np.float64)
     layers = len(host) - 1
     parts = {}
@@ -156,7 +155,7 @@ def _dynamics(pairs, spans, same, xs) -> Dynamics:
         span = [np.linalg.norm(after @ basis.T, axis=-1).mean()
                 for after, basis in zip(host[1:], bases)]  # fmt: skip
         parts[name] = Measured(
-            alignment=aligned(pair.vector, pair.real, x),
+            alignment=aligned(pair.vector, pair.real, x, eps),
             other=other,
             span=np.asarray(span),
             span_chance=np.asarray([chance(host.shape[-1], len(basis)) for basis in bases]),
@@ -199,7 +198,10 @@ def table(study: Study) -> str:
             counts = [int(np.sum(test)) for test in (a.rho > 0.5, a.gamma > a.chance)]
             line = f"{label}: rho > 1/2 in {counts[0]} layers, gamma above chance in {counts[1]}"
             if not study.shared:
-                line += f", above other layers' in {int(np.sum(np.asarray(a.gamma) > one.other))}"
+                beside = np.isfinite(one.other)  # nan where no other layer is of its kind
+                count = int(np.sum(np.asarray(a.gamma)[beside] > one.other[beside]))
+                line += f", above other layers' in {count}"
+                line += "" if beside.all() else f" of the {beside.sum()} that have such"
             lines.append(line)
             lines.append(
                 f"  at the end {one.span[-1]:.3f} of a token lies in the span of the first "

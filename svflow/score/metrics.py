@@ -132,6 +132,14 @@ def check_ids(model: Transformer, ids: Int[ArrayLike, " tokens"]) -> Int[Array, 
     config = model.config
     if config.query_key_norm is not None and config.norm == "layer":
         raise ValueError("norms of queries that remove their mean are not handled")
+    spheres = [(config.norm, config.width - (config.norm == "layer"))]
+    spheres += [("query", config.head_width)] if config.query_key_norm == "head" else []
+    for name, dimension in spheres:
+        if dimension < 2:
+            raise ValueError(
+                f"scores need spheres in two dimensions and more: what the {name} norm of this "
+                f"model leaves has {dimension}"
+            )
     ids = np.asarray(ids)
     jax.eval_shape(lambda model: model.embed(ids), model)
     table = model.embedding.tokens[...]

@@ -134,7 +134,7 @@ def prefix_shuffle(
     untrained = None
     found = _study(model, prompts, **make, progress=progress)
     if control:
-        other = controls.initialisation(jax.random.key(seed), model)
+        other = controls.untrained(seed, model)
         untrained = _study(other, prompts, **make, progress=progress)
     return found._replace(untrained=untrained)
 
@@ -348,7 +348,8 @@ def table(study: Shuffle) -> str:
     how many layers have p < 0.05 (by chance, one in twenty).
     """
     largest = int(np.argmax(study.fractions))
-    half = int(np.argmin(np.abs(study.fractions - study.fractions[largest] / 2)))
+    some = np.where(study.fractions > 0, study.fractions, np.inf)
+    half = int(np.argmin(np.abs(some - study.fractions[largest] / 2)))
     prompts, _, draws, layers = next(iter(study.change.values())).shape
     lines = [
         f"{study.family}: {layers} layers, {prompts} prompts of {study.tokens} tokens, suffix "
@@ -395,5 +396,5 @@ def _closest(study: Shuffle, name: str, place: int) -> str:
         return f"{'-':>5}"
     rho, p = study.rho[name][place], study.p_value[name][place]
     layer = int(np.nanargmax(np.abs(rho)))
-    below = f"{int(np.sum(p < 0.05))}/{len(p)}"
+    below = f"{int(np.sum(p < 0.05))}/{int(np.isfinite(p).sum())}"
     return f"{rho[layer]:>5.2f} {layer + 1:>3} {p[layer]:>5.1g} {below:>5}"

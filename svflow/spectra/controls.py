@@ -10,9 +10,10 @@ Axes: `stack`, any leading axes; `width`, of a square matrix, d in formulas.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import equinox as eqx
@@ -40,6 +41,7 @@ __all__ = [
     "initialisation",
     "random_update",
     "shuffled",
+    "untrained",
 ]
 
 
@@ -164,13 +166,25 @@ def shuffled(key: Array, model: Transformer) -> Transformer:
     return eqx.tree_at(lambda one: one.flow, model, jax.tree.unflatten(structure, mixed))
 
 
+def untrained(seed: int, model: Transformer) -> Transformer:
+    """`initialisation(jax.random.key(seed), model)`, what a model is compared with.
+
+    Where that is the model itself, which was drawn in the same way, it is that of the next seed.
+    """
+    fresh = initialisation(jax.random.key(seed), model)
+    leaves = zip(jax.tree.leaves(fresh), jax.tree.leaves(model))
+    if all(bool(jnp.array_equal(one, other)) for one, other in leaves):
+        return initialisation(jax.random.key(seed + 1), model)
+    return fresh
+
+
 def beside_untrained(
     measure: Callable[[Transformer], T],
     model: Transformer,
     seed: int,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> tuple[T, T]:
-    """`measure` of a model, and of its `initialisation` with `jax.random.key(seed)`.
+    """`measure` of a model, and of its architecture `untrained`.
 
     Arguments:
         progress: wraps the range over the two.
@@ -182,12 +196,19 @@ def beside_untrained(
     next(steps, None)
     own = measure(model)
     next(steps, None)
+    with of_the_untrained():
+        other = measure(untrained(seed, model))
+    next(steps, None)  # so that a progress bar sees its end
+    return own, other
+
+
+@contextlib.contextmanager
+def of_the_untrained() -> Iterator[None]:
+    """Says of a ValueError that it is of the untrained model."""
     try:
-        untrained = measure(initialisation(jax.random.key(seed), model))
+        yield
     except ValueError as error:
         raise ValueError(f"the same architecture untrained: {error}") from error
-    next(steps, None)  # so that a progress bar sees its end
-    return own, untrained
 
 
 CONTROLS: dict[str, Callable[[Array, Array], Array]] = {

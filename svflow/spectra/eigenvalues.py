@@ -225,4 +225,4 @@ def platform(J) -> str:
     """Where an array is; under a transform, where its values will be."""
     if isinstance(J, jax.core.Tracer):
         return jax.default_backend()
-    return min(J.devices(), key=lambda device: device.id).platform
+    return min(jnp.asarray(J).devices(), key=lambda device: device.id).platform

@@ -105,10 +105,10 @@ def expanding_singular_values(r: Float[ArrayLike, "*radii"]) -> Float[np.ndarray
 def condition_number(d: int) -> float:
     """exp of the expected logarithm of the condition number, to leading order: d e^{1.537}.
 
-    Its own expectation is infinite. Source: Edelman 1988, "Eigenvalues and condition numbers of
-    random matrices", section 7.
+    Its own expectation is infinite. At d = 1 it is 1. Source: Edelman 1988, "Eigenvalues and
+    condition numbers of random matrices", section 7.
     """
-    return _width(d) * np.exp(1.537)
+    return _width(d) * np.exp(1.537) if _width(d) > 1 else 1.0
 
 
 def henrici_departure(d: int) -> float:
@@ -167,9 +167,9 @@ def effective_rank(d: int) -> float:
 
     The quarter circle's moments E sigma^p = (2/pi) (2r)^p B((p+1)/2, 3/2) give
     E sigma = 8r/(3 pi) and E sigma log sigma / E sigma = log(4r) - 4/3. It is about 0.2 less at
-    d = 16 to 512 (Monte Carlo). Source: derived here.
+    d = 16 to 512 (Monte Carlo), and 1 at d = 1. Source: derived here.
     """
-    return 2 / (3 * np.pi) * np.exp(4 / 3) * _width(d)
+    return 2 / (3 * np.pi) * np.exp(4 / 3) * d if _width(d) > 1 else 1.0
 
 
 def participation_ratio(d: int) -> float:

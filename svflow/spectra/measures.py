@@ -31,16 +31,17 @@ class Measures(NamedTuple):
         singular_values: sigma, descending.
         complex_fraction: the share of eigenvalues with |Im lambda| > tau |lambda|.
         spectral_radius: max |lambda|.
-        condition_number: sigma_1 / sigma_d, infinite for a singular matrix; above one over the
-            rounding of J's own arithmetic (8e6 in float32) it says no more than that.
-        expanding_eigenvalues, expanding_singular_values: the shares with |lambda| > 1, sigma > 1.
+        condition_number: sigma_1 / sigma_d, infinite for a singular matrix and nan for zero; above
+            one over the rounding of J's own arithmetic (8e6 in float32) it says no more than that.
+        expanding_eigenvalues, expanding_singular_values: the shares with |lambda| > 1, sigma > 1,
+            by more than rounding may give of 1: d eps sigma_1, in the type they are computed in.
         henrici_departure: sqrt(|J|_F^2 - sum |lambda|^2) / |J|_F, 0 for a normal matrix.
         symmetric_part: |(J + J^T) / 2|_F^2 / |J|_F^2, 1 for a symmetric matrix.
         self_alignment: |U_k^T V_k|_F^2 / k for the `top` = k largest singular values: whether the
             directions that come out largest are those that go in largest.
         forward_alignment: |U_k^T V'_k|_F^2 / k with V' of the next matrix along the stack's last
             axis: whether what a layer makes large the next one reads; nan for the last.
-        update_ratio: |R|_F / |J|_F.
+        update_ratio: |R|_F / |J|_F; infinite for the zero matrix.
         effective_rank: exp of the entropy of sigma / sum sigma.
         participation_ratio: (sum sigma^2)^2 / sum sigma^4.
         top: k.
@@ -134,6 +135,8 @@ def _measures(J, values, U, sigma, V, top, tau):
     forward = jnp.full(J.shape[:-2], jnp.nan, sigma.dtype)
     if J.ndim > 2:
         forward = forward.at[..., :-1].set(_alignment(V[..., 1:, :, :], U[..., :-1, :, :]))
+    # Where J has 1 itself, as many of them would be above it as rounding likes.
+    above = 1 + J.shape[-1] * jnp.finfo(J.dtype).eps.astype(J.dtype) * sigma[..., :1]
     symmetric = (unit + jnp.swapaxes(unit, -1, -2)) / 2
     return dict(
         eigenvalues=values,
@@ -141,8 +144,8 @@ def _measures(J, values, U, sigma, V, top, tau):
         complex_fraction=_share(jnp.abs(values.imag) > tau * modulus, sigma.dtype),
         spectral_radius=jnp.max(modulus, axis=-1),
         condition_number=sigma[..., 0] / sigma[..., -1],
-        expanding_eigenvalues=_share(modulus > 1, sigma.dtype),
-        expanding_singular_values=_share(sigma > 1, sigma.dtype),
+        expanding_eigenvalues=_share(modulus > above, sigma.dtype),
+        expanding_singular_values=_share(sigma > above, sigma.dtype),
         henrici_departure=_root(departure) / jnp.sqrt(squares),
         symmetric_part=jnp.sum(symmetric**2, axis=(-2, -1)) / squares,
         self_alignment=_alignment(V, U),

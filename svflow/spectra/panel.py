@@ -30,17 +30,20 @@ the same in law as `haar_similarity` without its departure."""
 SOURCES = ("model", "untrained", *CONTROLS)
 """Whose products of Jacobians a panel has."""
 
+DRAWS = 2**31 - 1
+"""What a seed's key is folded with for the controls; with small numbers it draws parameters."""
+
 
 class Panel(NamedTuple):
     """The Jacobians J_l of one token's state through the layers, the others held ("frozen").
 
     Arguments:
         token: its place in the text, from 0.
-        seed: the untrained weights are of `key = jax.random.key(seed)`, and draw i of every control
-            of `jax.random.fold_in(key, i)`.
+        seed: of the untrained weights; draw i of every control is of
+            `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DRAWS), i)`.
         model: the measures of every J_l, NumPy arrays (layers,), `eigenvalues` and
             `singular_values` (layers, width); `model.ginibre` is what Gaussian noise gives.
-        untrained: the same of `controls.initialisation(key, model)` on the same ids, one draw.
+        untrained: the same of `controls.untrained(seed, model)` on the same ids, one draw.
         random_update: the same of `controls.random_update`, identity + Gaussian, with draws as the
             leading axis: what noise of the update gives, where `model.ginibre` is noise throughout.
         effective_rank: by name in `SOURCES`, (draws, removal, layers) of the partial products
@@ -100,7 +103,7 @@ def panel(
     if draws is None:
         draws = max(1, min(5, 640 // model.flow.width))
     draws = positive("draws", draws)
-    key = jax.random.key(seed)
+    key = jax.random.fold_in(jax.random.key(seed), DRAWS)
     J = text_jacobians(model, ids, token=token)
     steps = [*SOURCES[:2], *(name for name in CONTROLS for _ in range(draws))]
     found, updates = {"model": _measured(J)}, []
@@ -108,10 +111,8 @@ def panel(
     for step in progress(range(len(steps))):
         name, factors = steps[step], J
         if name == "untrained":
-            try:
-                factors = text_jacobians(controls.initialisation(key, model), ids, token=token)
-            except ValueError as error:
-                raise ValueError(f"the same architecture untrained: {error}") from error
+            with controls.of_the_untrained():
+                factors = text_jacobians(controls.untrained(seed, model), ids, token=token)
             found[name] = _measured(factors)
         elif name != "model":
             factors = controls.CONTROLS[name](jax.random.fold_in(key, len(ranks[name])), J)

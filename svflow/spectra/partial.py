@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator
 
 from svflow.dtypes import at_least_float32
 from svflow.flow import Context, Flow
+from svflow.integers import is_integer
 from svflow.memory import check_memory
 from svflow.simulate import simulate
 from svflow.spectra.jacobians import check_state, jacobian, token_map, widened
@@ -357,13 +357,11 @@ def _known(x) -> jax.Array:
 
 
 def _index(value, name, stop) -> int:
-    try:
-        index = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
-    if not 1 <= index < stop:
-        raise ValueError(f"{name} must be from 1 to {stop - 1}, got {index}")
-    return index
+    if not is_integer(value):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if not 1 <= value < stop:
+        raise ValueError(f"{name} must be from 1 to {stop - 1}, got {value}")
+    return int(value)
 
 
 def _settings(A, k, tol, max_iterations, seed):

@@ -37,7 +37,7 @@ class Panel(NamedTuple):
         shown: (shown,) the layers of `matrices`, from 0.
         matrices: (shown, nodes, nodes) the correlations before those layers.
         model: of the model.
-        untrained: of `controls.initialisation(jax.random.key(seed), model)` on the same ids.
+        untrained: of `controls.untrained(seed, model)` on the same ids.
         noise: (layers,) the modularity of the graph from the same states with every coordinate's
             values permuted over the tokens by itself; one run, to be compared with single runs.
         options: how all was found.
@@ -96,11 +96,9 @@ def panel(
         raise ValueError(f"skip must not be negative, got {skip}")
     steps = iter(progress(range(2 * depth)))
     xs, found = _topology(model, ids, token, skip, options, steps)
-    untrained = controls.initialisation(jax.random.key(options.seed), model)
-    try:
-        _, other = _topology(untrained, ids, token, skip, options, steps)
-    except ValueError as error:
-        raise ValueError(f"the same architecture untrained: {error}") from error
+    with controls.of_the_untrained():
+        fresh = controls.untrained(options.seed, model)
+        _, other = _topology(fresh, ids, token, skip, options, steps)
     next(steps, None)  # so that a progress bar sees its end
     random = np.random.default_rng(options.seed)
     noise = []
