@@ -138,7 +138,9 @@ def attend(
         top = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
         share = jnp.exp(wide - top)
         total = jnp.sum(share, axis=-1, keepdims=True)
-        return ((share.astype(v.dtype) @ v).astype(total.dtype) / total).astype(v.dtype)
+        # Undivided, the sum of many values may be out of a narrow type's range.
+        mix = jnp.matmul(share.astype(v.dtype), v, preferred_element_type=total.dtype)
+        return (mix / total).astype(v.dtype)
 
     if chunk == queries:
         return mixed(q, k, v, rows).transpose(1, 0, 2)

@@ -166,7 +166,13 @@ class Flow(nnx.Module):
     def step(
         self, layer, x: Float[Array, "tokens width"], context: Context | None = None
     ) -> Float[Array, "tokens width"]:
-        """The discrete layer: the Lie-Trotter composition of the substeps at dt = 1."""
+        """The discrete layer: the Lie-Trotter composition of the substeps at dt = 1.
+
+        Raises:
+            ValueError: a known layer that the flow has not.
+        """
+        if is_integer(layer) and not 0 <= layer < self.depth:
+            raise ValueError(f"layer {layer} is not one of 0 .. {self.depth - 1}")
         for k in range(len(self.splitting)):
             x = self.retract(x + self.field(k, layer, x, context))
         return x

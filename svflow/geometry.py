@@ -68,7 +68,7 @@ class Polar(NamedTuple):
         tangential: (..., width) P_x v.
         dt: (...) 1 / (rho + c): the step on the sphere. Where rho + c <= 0 the step leaves the
             hemisphere of x, the theorem does not hold and dt is nan; so it is at h = 0.
-        rho_next: (...) |h + v| / sqrt(d), by rho'^2 = (rho + c)^2 + |P_x v|^2 / d.
+        rho_next: (...) |h + v| / sqrt(d), by rho'^2 = (rho + c)^2 + |P_x v|^2 / d; nan at h = 0.
 
     The scalars are in float32 at least.
     """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+CGROUPS = Path("/sys/fs/cgroup")
+
 
 def check_memory(what: str, size: int, like: jax.Array | None) -> None:
     """Raises MemoryError where `size` bytes exceed the memory of the device that holds `like`.
@@ -42,9 +44,29 @@ def _host() -> int | None:
     rooms = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
         rooms.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with contextlib.suppress(ValueError, OSError):  # "max" where there is no limit
-        rooms.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(rooms, default=None)
+    return min([*rooms, *_group_limits()], default=None)
+
+
+def _group_limits(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """The limits of the process's control group and of those above it, of either version."""
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = own.read_text().splitlines()
+    files = []
+    for line in lines:  # number:controllers:path, without controllers in version 2
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, name = groups, "memory.max"
+        if controllers:
+            folder, name = groups / "memory", "memory.limit_in_bytes"
+        inner = folder / path.lstrip("/")
+        files += [one / name for one in (inner, *inner.parents) if one.is_relative_to(folder)]
+    found = []
+    for file in files:
+        with contextlib.suppress(ValueError, OSError):  # "max" where there is no limit
+            found.append(int(file.read_text()))
+    return found
 
 
 def readable(size: float) -> str:

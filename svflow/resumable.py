@@ -150,6 +150,8 @@ def read(path: str | os.PathLike[str]) -> Rows:
         found = Rows(dict(head["settings"]), list(head["sequences"]), arrays, carried)
         if not found.sequences:
             raise ValueError("it has no sequence")
+        if any(len(values) != len(found.sequences) for values in found.rows.values()):
+            raise ValueError("its rows are not as many as its sequences")
     except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} holds no study: {error}") from error
     return found

@@ -174,6 +174,22 @@ def _stored_steps(grid: np.ndarray, saved: np.ndarray) -> diffrax.SaveAt | None:
     return None
 
 
+def started(
+    flow: Flow, x0: Float[Array, "tokens width"], context: Context | None
+) -> Float[Array, "tokens width"]:
+    """The state that `simulate` starts from. Raises ValueError for what is none of the flow's."""
+    if jnp.ndim(x0) != 2 or jnp.shape(x0)[1] != flow.width or jnp.shape(x0)[0] < 1:
+        raise ValueError(
+            f"x0 must have shape (tokens, {flow.width}) with at least one token, got "
+            f"{jnp.shape(x0)}; batches go through jax.vmap"
+        )
+    x0 = jnp.asarray(x0)
+    if not jnp.issubdtype(x0.dtype, jnp.floating):
+        raise ValueError(f"x0 must be floating point, got {x0.dtype}")
+    check_context(context, x0.shape[0])
+    return flow.check_start(x0, context)
+
+
 def simulate(
     flow: Flow,
     x0: Float[Array, "tokens width"],
@@ -242,16 +258,17 @@ def simulate(
     check_flow(flow, "simulate takes")
     if solver is not None and not isinstance(solver, diffrax.AbstractSolver):
         raise ValueError(f"solver must be an instance of a Diffrax solver, got {solver!r}")
-    if jnp.ndim(x0) != 2 or jnp.shape(x0)[1] != flow.width or jnp.shape(x0)[0] < 1:
-        raise ValueError(
-            f"x0 must have shape (tokens, {flow.width}) with at least one token, got "
-            f"{jnp.shape(x0)}; batches go through jax.vmap"
-        )
-    x0 = jnp.asarray(x0)
-    if not jnp.issubdtype(x0.dtype, jnp.floating):
-        raise ValueError(f"x0 must be floating point, got {x0.dtype}")
-    check_context(context, x0.shape[0])
-    x0 = flow.check_start(x0, context)
+    for name, value, kind in (
+        ("stepsize_controller", stepsize_controller, diffrax.AbstractAdaptiveStepSizeController),
+        ("adjoint", adjoint, diffrax.AbstractAdjoint),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be a diffrax.{kind.__name__}, got {value!r}")
+    x0 = started(flow, x0, context)
+    for name, given in dict(t0=t0, t1=0.0 if t1 is None else t1, dt=dt).items():
+        number = isinstance(given, jax.core.Tracer) or np.asarray(given).dtype.kind in "iuf"
+        if not number or np.ndim(given):
+            raise ValueError(f"{name} must be a number, got {given!r}")
     t0, t1 = float(_at_layers(t0)), float(_at_layers(flow.depth if t1 is None else t1))
     if not 0 <= t0 < t1 <= flow.depth:
         raise ValueError(

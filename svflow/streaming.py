@@ -47,7 +47,7 @@ from svflow.models.loading import (
     parts_of,
 )
 from svflow.models.transformer import Transformer, TransformerFlow
-from svflow.simulate import Trajectory, simulate
+from svflow.simulate import Trajectory, simulate, started
 from svflow.spectra.jacobians import check_chunk, check_state, check_states, layer_jacobians
 
 LAYERS = "flow.layers."
@@ -161,9 +161,9 @@ class StreamedTransformer:
         """`svflow.simulate(model.flow, x0, context=context)`: every layer's state.
 
         Raises:
-            ValueError: as `svflow.simulate`.
+            ValueError: as `svflow.simulate`, before anything is read.
         """
-        xs = [jnp.asarray(x0)]
+        xs = [started(self._whole(), x0, context)]
         for flow in self.layers():
             path = simulate(flow, xs[-1], ts=[1.0], context=context)
             xs.append(path.xs[-1].block_until_ready())
@@ -186,7 +186,7 @@ class StreamedTransformer:
             Jacobian that is not finite.
         """
         xs = check_states(xs, self.depth, self.width)
-        whole = jax.tree.unflatten(self._found.treedef, self._found.shapes.values()).flow
+        whole = self._whole()
         for layer in range(self.depth):
             check_state(whole, layer, xs[layer], token, scope, context)
         check_chunk(whole, xs[0], scope, chunk, count=self.depth)
@@ -208,6 +208,10 @@ class StreamedTransformer:
             # In place: all of them twice would be more than a device of two layers may hold.
             found = _put(found, J, np.int32(layer)).block_until_ready()
         return found
+
+    def _whole(self) -> TransformerFlow:
+        """All layers, of shapes alone."""
+        return jax.tree.unflatten(self._found.treedef, self._found.shapes.values()).flow
 
     def _check_head(self):
         if self.config.head is None:

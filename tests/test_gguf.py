@@ -1,6 +1,8 @@
 """GGUF files written here by llama.cpp's conventions, against the Hugging Face tensors in them."""
 
+import functools
 import random
+import sys
 
 import gguf
 import numpy as np
@@ -309,6 +311,10 @@ YARN_CONFIG = {
         ),
         ([("rope.scaling.factor", 8.0)], {"rope_type": "linear", "factor": 8.0}),
         ([("rope.scale_linear", 2.0)], {"rope_type": "linear", "factor": 2.0}),
+        (
+            [("rope.scale_linear", 2.0), ("rope.scaling.factor", 4.0)],
+            {"rope_type": "linear", "factor": 4.0},
+        ),
         (YARN, YARN_CONFIG),
         (
             [
@@ -501,6 +507,16 @@ def test_damaged_headers_raise_nothing_but_value_errors(tmp_path, seed):
             refused.append(str(error))
     assert len(refused) > 100
     assert all("model.gguf" in message for message in refused)
+
+
+def test_the_other_byte_order_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    other = gguf.GGUFEndian.BIG if sys.byteorder == "little" else gguf.GGUFEndian.LITTLE
+    writer = functools.partial(gguf.GGUFWriter, endianess=other)
+    monkeypatch.setattr(gguf, "GGUFWriter", writer)
+    write_gguf(path, "qwen3")
+    with pytest.raises(ValueError, match=r"model\.gguf has the other byte order"):
+        open_checkpoint(path)
 
 
 def test_a_file_that_shrinks_after_opening_is_noticed(tmp_path):

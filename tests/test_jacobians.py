@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from configs import FAMILY_CONFIGS, tiny_model
+from configs import FAMILY_CONFIGS, tiny_config, tiny_model
+from flax import nnx
 from flows import fast, normal
 from observe import ALL, LAYER, make
 
@@ -12,6 +13,7 @@ import svflow as sv
 from svflow import memory
 from svflow.spectra import jacobians
 
+TEN_THOUSAND = dict(rope_theta=1e4)
 # Sums of some hundred products of order 1, computed in another order.
 ROUNDING = 1e-12
 
@@ -66,6 +68,28 @@ def test_the_scopes_know_of_padding_and_positions(name):
     if name == "llama":
         moved, _, _ = check(flow, x, sv.Context(positions=jnp.asarray([0, 3, 4, 9, 20])))
         assert np.abs(moved[1:] - full[1:]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_type="dynamic", factor=4.0),
+        dict(rope_type="longrope", original_max_position_embeddings=2, short_factor=[1.0] * 4,
+             long_factor=[2.0, 3.0, 5.0, 7.0]),
+    ],
+)  # fmt: skip
+def test_rotations_that_depend_on_the_length_are_those_of_the_whole_sequence(rope):
+    """Of a token before the last, and of some tokens together, with the others held."""
+    config = tiny_config("llama", max_position_embeddings=3, rope_parameters=rope | TEN_THOUSAND)
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: sv.Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.float64))
+    flow = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape)), shapes).flow
+    x = normal(0, 6, flow.width)
+    full = jax.jacfwd(lambda y: flow.step(LAYER, y))(x)
+    for token in (1, 2, 5):
+        close(sv.jacobian(flow, LAYER, x, token=token), full[token, :, token], 1e-11)
+    rows = jnp.asarray([1, 3])
+    close(flow.frozen(LAYER, x, rows)(x[rows]), flow.step(LAYER, x)[rows], 1e-11)
 
 
 def test_isolated_is_the_closed_form():

@@ -334,6 +334,14 @@ def test_chunks_are_the_dense_attention(causal, masked):
         assert np.abs(a).max() > 1e-2
 
 
+def test_sums_beyond_the_range_of_half_precision():
+    q, v = jnp.zeros((2048, 1, 4), jnp.float16), jnp.full((2048, 1, 4), 40, jnp.float16)
+    for chunk in (2048, 512):
+        out = attention.attend(q, q, v, scale=jnp.asarray(1.0, jnp.float16), chunk=chunk)
+        assert out.dtype == jnp.float16
+        np.testing.assert_allclose(out, 40, rtol=1e-3)
+
+
 def test_scores_beyond_the_range_of_exp():
     q = 1e3 * normal(0, 9, 1, 4)
     out = fast(lambda q: attention.attend(q, q, q, scale=jnp.asarray(1.0), chunk=4))(q)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import batched
+from configs import FAMILY_CONFIGS
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -660,6 +661,25 @@ def test_ropes_that_are_not_known():
     refuses({**llama, "rope_scaling": {"rope_type": "linear", "factor": "2"}}, "'factor'", "'2'")
     long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 3}
     refuses({**llama, "rope_scaling": long}, "long_factor", "4", "3")
+    good = [1.0] * (llama["hidden_size"] // llama["num_attention_heads"] // 2)
+    long = {"rope_type": "longrope", "short_factor": good, "long_factor": [*good[1:], "a"]}
+    refuses({**llama, "rope_scaling": long}, "long_factor", "positive", "'a'")
+    long |= dict(long_factor=good, original_max_position_embeddings=1)
+    refuses({**llama, "rope_scaling": long}, "longrope", "original length above 1")
+    yarn = {"rope_type": "yarn", "factor": 2.0, "mscale": "1", "mscale_all_dim": 1.0}
+    refuses({**llama, "rope_scaling": yarn}, "mscale", "'1'")
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}
+    refuses({**llama, "rope_scaling": yarn}, "original_max_position_embeddings", "at least 1")
+    narrow = {**llama, "head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    refuses(narrow, "dynamic", "got 2")
+    neo = golden_config("gpt_neo")
+    for types in (None, [["global", 2]], [[["global"], "2"]]):
+        refuses({**neo, "attention_layers": None, "attention_types": types}, "attention")
+    sliding = {**golden_config("qwen2"), "use_sliding_window": True, "sliding_window": 4}
+    refuses({**sliding, "max_window_layers": None, "layer_types": None}, "max_window_layers")
+    refuses({**golden_config("gemma2"), "hidden_activation": "a"}, "hidden_activation", "'a'")
+    neox = {"model_type": "gpt_neox", **FAMILY_CONFIGS["gpt_neox"]}
+    refuses({**neox, "head_dim": 999}, "head_dim", "999")
     refuses({**llama, "rope_parameters": gemma3["rope_parameters"]}, "one rope")
     refuses({**gemma3, "rope_parameters": llama["rope_parameters"]}, "per layer type")
     refuses({**llama, "rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor")

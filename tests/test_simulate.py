@@ -561,6 +561,10 @@ def sized(**sizes):
         (dict(context=sv.Context(mask=[True, True, True])), "context.mask must be an array"),
         (dict(context=jnp.ones(3, bool)), "context must be an svflow.Context"),
         (dict(solver=sv.Strang), "solver must be an instance"),
+        (dict(adjoint=sv.ScanAdjoint), "adjoint must be a diffrax.AbstractAdjoint"),
+        (dict(stepsize_controller=diffrax.ConstantStepSize()), "stepsize_controller must be a"),
+        (dict(dt=None), "dt must be a number, got None"),
+        (dict(t1="3"), "t1 must be a number, got '3'"),
         (dict(flow=jnp.ones(3)), "simulate takes an svflow.Flow"),
         (dict(flow=sv.Flow()), "does not set `depth`"),
         (dict(flow=sized(depth=1.5)), "sets depth = 1.5, which must be a positive integer"),
@@ -582,6 +586,13 @@ def test_bad_input_is_refused_by_name(changes, message):
             sv.simulate(flow, x0, **arguments)
         with pytest.raises(ValueError, match=message):
             jax.jit(lambda x: sv.simulate(flow, x, **arguments))(x0)
+
+
+def test_a_layer_that_is_none_is_refused():
+    flow, x = small_flows()["velocity"], normal(1, 2, 6)
+    for layer in (-1, flow.depth, 99):
+        with pytest.raises(ValueError, match=rf"layer {layer} is not one of 0 \.\. 3"):
+            flow.step(layer, x)
 
 
 def test_an_adaptive_solve_needs_no_dt_that_divides_the_span():

@@ -65,7 +65,7 @@ def test_layers_alike_are_one_program_and_narrow_weights_stay_narrow(tmp_path):
     assert compilations.count == 0
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_what_is_wrong_is_said(tmp_path, monkeypatch):
     model = tiny_model("llama", "float32")
     sv.save(model, tmp_path)
     streamed = stream(tmp_path)
@@ -78,6 +78,27 @@ def test_what_is_wrong_is_said(tmp_path):
         streamed.layer_jacobians(xs, token=6)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         streamed.embed([99])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(streamed), "layers", None)  # nothing is read
+        with pytest.raises(ValueError, match=r"x0 must have shape \(tokens, 16\)"):
+            streamed.simulate(xs)
+        with pytest.raises(ValueError, match=r"context must be an svflow\.Context"):
+            streamed.simulate(xs[0], context=5)
+    for one in (streamed, model.flow, {}):
+        with pytest.raises(ValueError, match=f"save needs a Transformer, got {type(one).__name__}"):
+            sv.save(one, tmp_path)
+
+
+def test_a_model_without_a_head_is_saved_as_one(tmp_path):
+    hf = tiny_config("llama").hf | dict(architectures=["LlamaForCausalLM"])
+    hf["id2label"] = {number: f"{number}" for number in range(12)}  # as a dict of Python, not JSON
+    config = sv.TransformerConfig.from_hf(hf | dict(tie_word_embeddings=False), has_head=False)
+    model = sv.Transformer(config, rngs=nnx.Rngs(0))
+    sv.save(model, tmp_path)
+    again = sv.load(tmp_path)
+    assert again.config.head is None
+    ids = jnp.arange(3)
+    np.testing.assert_array_equal(again.embed(ids), model.embed(ids))
 
 
 def test_what_cannot_be_is_said_before_anything_is_read(tmp_path, monkeypatch):

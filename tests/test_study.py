@@ -1,6 +1,7 @@
 """A study over sequences: what it holds, and that a run that ends early is continued."""
 
 import importlib
+import json
 
 import jax
 import numpy as np
@@ -127,6 +128,10 @@ def test_bad_input_is_named_before_any_work(model, tmp_path, monkeypatch):
     np.save(tmp_path / "array.npy", np.ones(3))
     with pytest.raises(ValueError, match="holds no study"):
         sv.spectra.load_study(tmp_path / "array.npy")
+    head = json.dumps(dict(settings={}, sequences=["a", "b"], carried=[]))
+    np.savez(tmp_path / "few.npz", study=np.asarray(head), rows=np.ones((1, 3)))
+    with pytest.raises(ValueError, match="holds no study: its rows are not as many as its seq"):
+        sv.spectra.load_study(tmp_path / "few.npz")
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="holds no study"):
         sv.spectra.study(model, SEQUENCES, path)

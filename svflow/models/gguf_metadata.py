@@ -75,12 +75,14 @@ def read_gguf(path: Path) -> GgufFile:
     """Read a GGUF file's metadata and tensor table.
 
     Raises:
-        ValueError: the file cannot be read as GGUF; it is named.
+        ValueError: the file cannot be read as GGUF, or is of the other byte order; it is named.
     """
     try:
         reader = _Reader(path)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise ValueError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+    if reader.byte_order == "S":
+        raise ValueError(f"{path} has the other byte order than this machine")
     for tensor in reader.tensors:
         if not tensor.n_elements:
             raise ValueError(f"{path}: the tensor {tensor.name} is empty")
@@ -173,7 +175,8 @@ def _rope_parameters(file: GgufFile, get: Any, context: int, head_dim: int) -> d
         "rope_type": "default",
         "rope_theta": get("rope.freq_base", float, 10000.0),
     }
-    factor = get("rope.scaling.factor", float, 0.0) or get("rope.scale_linear", float, 0.0)
+    factor, older = (get(f"rope.{key}", float, 0.0) for key in ("scaling.factor", "scale_linear"))
+    factor = factor or older
     kind = get(
         "rope.scaling.type", str, "linear"
     )  # llama.cpp takes a factor without a type as linear

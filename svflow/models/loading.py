@@ -204,8 +204,11 @@ def save(model: Transformer, folder: str | os.PathLike) -> None:
     """Writes config.json and model.safetensors in the model's own family's Hugging Face format.
 
     Raises:
-        ValueError: a model whose config no longer says what its Hugging Face config says.
+        ValueError: what is not a `Transformer` (a flow of its layers, for example), or one whose
+            config no longer says what its Hugging Face config says.
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"save needs a Transformer, got {type(model).__name__}")
     config = model.config
     family = family_of(config.hf)
     if family.config(config.hf, config.head is not None) != config:
@@ -215,7 +218,10 @@ def save(model: Transformer, folder: str | os.PathLike) -> None:
         )
     leaves, _ = flatten(model)
     dtype = next(iter(leaves.values())).dtype
-    hf = {key: value for key, value in config.hf.items() if key not in ("dtype", "torch_dtype")}
+    drop = {"dtype", "torch_dtype"}
+    if config.head is None:
+        drop.add("architectures")  # which may promise a head
+    hf = {key: value for key, value in config.hf.items() if key not in drop}
     write_checkpoint(folder, {**hf, "dtype": str(dtype)}, _tensors(family, config, leaves))
 
 
@@ -334,7 +340,11 @@ def _plan(
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    # By their bytes, which no copy is made of.
+    a, b = (np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (a, b))
+    return memoryview(a) == memoryview(b)
 
 
 def _few(names: list[str]) -> str:

@@ -47,12 +47,15 @@ class Rope:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
-    def angles(self, positions: Int[Array, " tokens"], dtype) -> Float[Array, "tokens pairs"]:
+    def angles(
+        self, positions: Int[Array, " tokens"], dtype, length: Int[Array, ""] | None = None
+    ) -> Float[Array, "tokens pairs"]:
         """The angle of every plane at every position, in `dtype`.
 
-        "dynamic" and "longrope" depend on the length of the sequence, the largest position + 1.
+        "dynamic" and "longrope" depend on the length of the sequence, the largest position + 1,
+        which has to be given where these positions are not those of the whole sequence.
         """
-        length = jnp.max(positions) + 1
+        length = jnp.max(positions) + 1 if length is None else length
         if self.kind == "dynamic":
             stretched = self.factor * length.astype(dtype) / self.original - (self.factor - 1)
             stretched = jnp.maximum(stretched, 1)
@@ -188,11 +191,15 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
     if width < 1 or 2 * pairs > head_width:
         raise ValueError(f"{name}: rope turns pairs of coordinates, got {width} of {head_width}")
     original = int(number("original_max_position_embeddings", max_positions))
+    if original < 1:
+        raise ValueError(f"{name}: 'original_max_position_embeddings' must be at least 1")
     if kind == "default":
         return Rope(width, base)
     if kind == "linear":
         return Rope(width, base, kind, need("factor"))
     if kind == "dynamic":
+        if width < 3:
+            raise ValueError(f"{name}: rope_type 'dynamic' needs a width above 2, got {width}")
         return Rope(width, base, kind, need("factor"), max_positions)
     if kind == "llama3":
         low, high = need("low_freq_factor"), need("high_freq_factor")
@@ -202,7 +209,8 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
     factor = need("factor") if "factor" in parameters else max_positions / original
     amplitude = number("attention_factor") if "attention_factor" in parameters else None
     if kind == "yarn":
-        scale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        scales = (number(k) if parameters.get(k) else 0.0 for k in ("mscale", "mscale_all_dim"))
+        scale, all_dim = scales
         if amplitude is None and scale and all_dim:
             amplitude = _yarn_scale(factor, scale) / _yarn_scale(factor, all_dim)
         return Rope(
@@ -216,6 +224,8 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
             truncate=bool(parameters.get("truncate", True)),
             amplitude=float(_yarn_scale(factor, 1) if amplitude is None else amplitude),
         )
+    if amplitude is None and factor > 1 and original == 1:
+        raise ValueError(f"{name}: rope_type 'longrope' needs an original length above 1")
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = {}
@@ -224,6 +234,8 @@ def _rope(keys: Keys, given: dict[str, Any], head_width: int, partial: float | N
         if not isinstance(listed, list | tuple) or len(listed) != pairs:
             got = len(listed) if isinstance(listed, list | tuple) else repr(listed)
             raise ValueError(f"{name}: {key!r} needs {pairs} factors, got {got}")
+        if not all(type(one) in (int, float) and 0 < one < math.inf for one in listed):
+            raise ValueError(f"{name}: {key!r} must be positive numbers, got {listed!r}")
         factors[key] = tuple(map(float, listed))
     return Rope(
         width,

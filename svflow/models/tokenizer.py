@@ -19,7 +19,6 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {
-    "default": None,
     "gpt-2": None,
     "smollm": r"\p{N}",  # each digit alone, then GPT-2's rule on the rest
     "llama-bpe": _LLAMA3,
@@ -69,7 +68,7 @@ class Tokenizer:
             raise ValueError(f"ids are integers (T,), not {ids.dtype} {ids.shape}")
         pieces = []
         for id_ in ids.tolist():
-            token = self._backend.id_to_token(id_) if id_ >= 0 else None
+            token = self._backend.id_to_token(id_) if 0 <= id_ < self.vocab_size else None
             if token is None:
                 raise ValueError(f"{id_} is not an id of this vocabulary of {self.vocab_size}")
             pieces.append(_readable(token) if self._byte_level else token.replace("▁", " "))

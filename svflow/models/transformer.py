@@ -26,11 +26,13 @@ class _Frozen(NamedTuple):
 
     Arguments:
         positions: (1,) the token's position.
+        length: the largest position of all tokens, + 1, on which some rotations depend.
         allowed: (1, tokens + 1) which of the tokens' keys it attends to, and of its own, the last.
         key, value: (tokens, groups, head) before the token moves.
     """
 
     positions: Int[Array, " one"]
+    length: Int[Array, ""]
     allowed: Bool[Array, "one keys"]
     key: Float[Array, "tokens groups head"]
     value: Float[Array, "tokens groups head"]
@@ -153,8 +155,10 @@ class TransformerFlow(Flow):
         _, key, value = self._project(index, part, x, context)
         rows = jnp.atleast_1d(token)
         allowed = self._allowed(index, x.shape[0], context)[rows]
+        positions = token_positions(x.shape[0], context)
         fixed: Any = _Frozen(
-            positions=token_positions(x.shape[0], context)[rows],
+            positions=positions[rows],
+            length=jnp.max(positions) + 1,
             allowed=jnp.concatenate([allowed.at[:, rows].set(False), allowed[:, rows]], axis=1),
             key=key,
             value=value,
@@ -215,11 +219,13 @@ class TransformerFlow(Flow):
     def _rotate(self, index, q, k, context):
         wide = at_least_float32(q.dtype)
         positions = token_positions(q.shape[0], context)
+        length = context.length if isinstance(context, _Frozen) else None
         which = jnp.asarray(self.config.rope_of)[index]
 
         def turn(rope):
             return lambda q, k: tuple(
-                attention.rotate(a, rope.angles(positions, wide), rope.amplitude) for a in (q, k)
+                attention.rotate(a, rope.angles(positions, wide, length), rope.amplitude)
+                for a in (q, k)
             )
 
         kinds = [turn(rope) for rope in self.config.ropes]

@@ -93,6 +93,7 @@ class Family:
 
     def config(self, hf: Mapping[str, Any], has_head: bool = True) -> TransformerConfig:
         """The family's reading of a Hugging Face config."""
+        hf = json.loads(json.dumps(hf))  # as in a file: integers that are keys are text there
         keys = Keys(hf, self.defaults)
         fields = self.read(keys)
         keys.refuse_the_rest()

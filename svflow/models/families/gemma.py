@@ -25,8 +25,8 @@ def _gemma(keys: Keys, **options) -> dict:
 
 
 def _sandwich(keys: Keys, **options) -> dict:
-    keys.config["hidden_act"] = keys.get("hidden_activation")
-    fields = _gemma(keys, **options)
+    keys.get("hidden_act")  # which is not heeded here
+    fields = _gemma(keys, activation="hidden_activation", **options)
     scale = keys.number("query_pre_attn_scalar")
     return {
         **fields,

@@ -72,8 +72,13 @@ def _read_gpt_neo(keys: Keys) -> dict:
     depth = fields["depth"]
     types = keys.get("attention_layers", kind=list)
     if types is None:
-        pairs = keys.get("attention_types")
-        types = [kind for kinds, times in pairs for kind in list(kinds) * times]
+        pairs = keys.get("attention_types", [], kind=list)
+        try:
+            types = [kind for kinds, times in pairs for kind in list(kinds) * times]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{keys.family}: 'attention_types' must be pairs (types, count), got {pairs!r}"
+            ) from error
     unknown = sorted({str(t) for t in types} - {"global", "local"})
     if unknown:
         raise ValueError(f"{keys.family}: unknown attention types {unknown}")

@@ -17,6 +17,9 @@ def _read(keys: Keys) -> dict:
         keys.size("num_attention_heads"),
     )
     head_width, bias = keys.quotient(width, heads), keys.flag("attention_bias")
+    rotated = keys.get("head_dim", head_width)  # only the rotation heeds it, so it can be no other
+    if rotated != head_width:
+        raise ValueError(f"gpt_neox: 'head_dim' must be {head_width}, got {rotated!r}")
     # This family's own words for the base and for the share of a head that turns; where they are
     # spelled as elsewhere, Hugging Face does not read them.
     rope = flat_rope(keys, head_width, base="rotary_emb_base", partial=keys.number("rotary_pct"))

@@ -12,13 +12,16 @@ from svflow.models.families.base import Family, Keys, linear, norm, same
 from svflow.models.rope import flat_rope
 
 
-def read_llama(keys: Keys, *, rope: bool = True, bias: bool | None = None) -> dict:
+def read_llama(
+    keys: Keys, *, rope: bool = True, bias: bool | None = None, activation: str = "hidden_act"
+) -> dict:
     """What every model of this layout has in its config.
 
     Arguments:
         keys: the config.
         rope: whether all layers have one rotary embedding, read here.
         bias: of the attention's projections; None reads `attention_bias`.
+        activation: the key of the feed-forward layers' activation.
     """
     width, depth, heads = (
         keys.size("hidden_size"),
@@ -36,7 +39,7 @@ def read_llama(keys: Keys, *, rope: bool = True, bias: bool | None = None) -> di
         kv_heads=keys.size("num_key_value_heads", heads),
         head_width=head_width,
         hidden=keys.size("intermediate_size"),
-        activation=keys.activation("hidden_act"),
+        activation=keys.activation(activation),
         gated=True,
         causal=True,
         norm="rms",
@@ -74,6 +77,8 @@ def _qwen_windows(keys: Keys, depth: int) -> tuple[int, ...]:
         keys.config["sliding_window"] = None
     slides = keys.get("sliding_window") is not None
     first = keys.get("max_window_layers", kind=int) if slides else depth
+    if first is None:
+        raise ValueError(f"{keys.family}: the config has no 'max_window_layers'")
     default = ["full_attention" if i < first else "sliding_attention" for i in range(depth)]
     return keys.windows(keys.layer_types(depth, default))
 
