@@ -344,7 +344,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
         return False
     # By their bytes, which no copy is made of.
     a, b = (np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (a, b))
-    return memoryview(a) == memoryview(b)
+    return a.data == b.data
 
 
 def _few(names: list[str]) -> str:
