@@ -1,6 +1,7 @@
 """The table of claims: what it refuses, what it times, and some rows at their quick sizes."""
 
 import dataclasses
+import importlib
 import json
 import re
 import time
@@ -337,6 +338,14 @@ def test_tables_take_the_place_of_tables(tmp_path):
     write_tables(page, ["two", "three", ""])
     assert page.read_text() == "# Title\n\nA reading.\n\n## Tables\n\ntwo\nthree\n"
     assert __main__.main(["--page", str(page), "--list"]) == 2  # of what rows?
+
+
+def test_the_page_of_programs_shows_the_kept_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    page = importlib.import_module("programs_page")
+    shown = (RESULTS / "programs.md").read_text().split(MARK)[1].strip("\n").splitlines()
+    assert shown == "\n".join(page.lines(RESULTS)).strip("\n").splitlines()
+    assert "### small" in shown
 
 
 def test_the_page_shows_the_kept_table():
