@@ -184,13 +184,15 @@ def check_power(doc, page):
     for shift, name in (("modulus", "|λ|"), ("residual", "|1 + λ|")):
         assert np.shape(found["eigenvalues"][shift]) == (layers, 2)
         rho, gamma = (found["measures"][key]["lines"][shift] for key in ("rho", "gamma"))
-        turned = sum(share > 0.5 for share in rho["model"])
+        turned = sum((share or 0) > 0.5 for share in rho["model"])
         above = sum(a > b for a, b in zip(gamma["model"], gamma["chance"], strict=True))
         said = f"by {name}: ρ above one half in {turned} of {layers} layers, γ above chance in "
         assert f"{said}{above}" in page
         if not found["shared"]:
-            above = sum(a > (b or 1) for a, b in zip(gamma["model"], gamma["other"], strict=True))
-            assert f"above what the other layers’ give in {above}." in page
+            pairs = zip(gamma["model"], gamma["other"], strict=True)
+            found_others = [a > b for a, b in pairs if b is not None]
+            of = "" if len(found_others) == layers else f" of {len(found_others)}"
+            assert f"above what the other layers’ give in {sum(found_others)}{of}." in page
     assert (found["regime"] is None) == (not found["shared"])
     gamma = found["measures"]["gamma"]["lines"]["modulus"]["model"][-1]
     assert f'by |λ|</p><p class="value">{number(gamma)}</p>' in page

@@ -154,7 +154,7 @@ def test_the_command_prints_a_row_for_each(capsys, monkeypatch):
 
 
 def test_what_is_wrong_is_said():
-    with pytest.raises(ValueError, match="tokens must be positive"):
+    with pytest.raises(ValueError, match="tokens must be a positive integer"):
         plan(CONFIG, tokens=0)
     with pytest.raises(ValueError, match=r"samples must be a positive integer, got 1\.5"):
         plan(CONFIG, samples=1.5)

@@ -129,7 +129,7 @@ def _paper() -> Preset:
     )
     hop = (
         k_hop_task(100, 4, (0, 16)),
-        Settings(steps=100_000, batch=32, learning_rate=1e-3, warmup=1000, every=1000),
+        Settings(steps=100_000, batch=32, learning_rate=1e-2, warmup=1000, every=1000),
         Recipe("sparse", 6, 2, 4, 4),
     )
     return Preset(_table(dyck, hop, 1024), 4)

@@ -245,7 +245,7 @@ def notes(doc: Mapping[str, Any]) -> list[str]:
             if one is not None and other is not None
         ]
         above = sum(one > other for one, other in pairs)
-        return f"{above}" if len(pairs) == layers else f"{above} of the {len(pairs)} that have such"
+        return f"{above}" if len(pairs) == layers else f"{above} of {len(pairs)}"
 
     found = [
         "λ₁ and v₁ are the first eigenvalue and eigenvector of F, each layer’s value and output "

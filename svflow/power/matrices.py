@@ -136,8 +136,7 @@ class Alignment(NamedTuple):
             a complex v, of the norm of the projection onto span{Re v, Im v}.
         signed: (layers,) the mean of v . x_i, v's largest entry positive; nan for a complex v.
         rho: (layers,) the share of tokens whose projection the layer made larger, of those whose
-            projection it changed; nan where it changed none. A difference of up to `ROUNDING` eps
-            of the states' type is rounding and no change.
+            projection it changed by more than `rounded` may; nan where it changed none.
         p_value: (layers,) of rho against 1/2, binomial, two-sided: a sign test, so that ties do
             not count; 1 where all are. Tokens of one text are not independent, which makes it too
             small.
@@ -185,13 +184,6 @@ def alignment(
     return aligned(vector, value.imag == 0, xs, eps)
 
 
-ROUNDING = 4
-"""How many eps of their type two projections of unit states may differ by without being apart.
-
-A state is rounded by eps / 2 of its norm in each of the two, and as much again in their norms.
-"""
-
-
 def directions_of(xs: Any) -> tuple[Float[Array, "states tokens width"], float]:
     """The states of a trajectory at unit norm, and the eps of the type that they are given in.
 
@@ -230,7 +222,7 @@ def aligned(
         before = jnp.einsum("lpd,ltd->ltp", basis, x[:-1])
         after = jnp.einsum("lpd,ltd->ltp", basis, x[1:])
     sizes = [polar(part)[1][..., 0] for part in (before, after)]
-    apart = jnp.abs(sizes[1] - sizes[0]) > ROUNDING * eps
+    apart = jnp.abs(sizes[1] - sizes[0]) > rounded(basis, x, sizes[1], eps)
     larger = jnp.sum(apart & (sizes[1] > sizes[0]), axis=-1)
     changed = jnp.sum(apart, axis=-1)
     line, flat = (jnp.asarray(chance(width, k), x.dtype) for k in (1, 2))
@@ -242,6 +234,24 @@ def aligned(
         chance=jnp.where(real, line, flat),
         real=real,
     )
+
+
+def rounded(
+    basis: Float[Array, "layers 2 width"],
+    x: Float[Array, "states tokens width"],
+    size: Float[Array, "layers tokens"],
+    eps: float,
+) -> Float[Array, "layers tokens"]:
+    r"""How far two projections of size |P x| may be apart by rounding alone:
+
+        4 (eps sqrt(sum_{p,j} (b_pj x_j)^2) + eps' |P x|),
+
+    b the basis of P. Coordinates are rounded to nearest each by itself, in the states' type: a
+    standard deviation of up to .29 eps b_pj x_j, of the difference of two .41 of the root, so that
+    4 is ten of them. Norms and products are in the type of x, with the eps' of that.
+    """
+    narrow = jnp.sqrt(jnp.einsum("lpd,ltd->lt", basis**2, jnp.maximum(x[1:] ** 2, x[:-1] ** 2)))
+    return 4 * (eps * narrow + float(jnp.finfo(x.dtype).eps) * size)
 
 
 def plane(

@@ -201,7 +201,7 @@ def table(study: Study) -> str:
                 beside = np.isfinite(one.other)  # nan where no other layer is of its kind
                 count = int(np.sum(np.asarray(a.gamma)[beside] > one.other[beside]))
                 line += f", above other layers' in {count}"
-                line += "" if beside.all() else f" of the {beside.sum()} that have such"
+                line += "" if beside.all() else f" of {beside.sum()}"
             lines.append(line)
             lines.append(
                 f"  at the end {one.span[-1]:.3f} of a token lies in the span of the first "
