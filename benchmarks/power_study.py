@@ -27,10 +27,10 @@ from pages import write_tables
 import svflow as sv
 from svflow import plotting, power
 from svflow.power.flow import PowerFlow
+from svflow.power.steering import VARIANTS
 from svflow.power.steering_plot import dose_picture
 
 STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-VARIANTS = ("basic", "exact", "mean")
 CUTS = (None, 0.003, 0.01, 0.03, 0.1, 0.3)
 # An amide coupling as SMILES, for models of chemistry: a vocab.txt of atoms and bonds.
 REACTION = (
@@ -170,7 +170,7 @@ def picture(dose: power.DoseResponse, title: str, file: Path) -> None:
 def condition(model, layer: int) -> str:
     """The singular values of the layer's V that matter here, as text."""
     value = np.asarray(model.flow.layers.attention.value.kernel[...][layer])
-    sigma = np.linalg.svd(value.reshape(value.shape[0], -1), compute_uv=False)
+    sigma = np.linalg.svd(value, compute_uv=False)
     return (
         f"{len(sigma)}: the largest over the smallest is {sigma[0] / sigma[-1]:.0f}, the last two "
         f"are {sigma[-2] / sigma[0]:.1g} and {sigma[-1] / sigma[0]:.1g} of it"
@@ -179,7 +179,7 @@ def condition(model, layer: int) -> str:
 
 def steering_lines(folder: Path | None) -> list[str]:
     lines = ["", "### Steering the last of random layers (reduced system, 200 draws)", ""]
-    names = [f"{v} {a}" for v in ("basic", "exact", "mean") for a in (10, 100)]
+    names = [f"{v} {a}" for v in VARIANTS for a in (10, 100)]
     lines += ["Mean of |cos(token, z)| and share of tokens with +z.", ""]
     lines += ["| width | layers | mean token | " + " | ".join(names) + " |", "|---" * 9 + "|"]
     for width, layers in ((16, 1), (16, 13), (20, 13), (32, 13), (64, 13)):

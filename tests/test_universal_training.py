@@ -322,34 +322,36 @@ def test_an_accuracy_counts_fresh_sequences(whole):
     assert len({tuple(key) for pair in keys for key in pair}) == 60
 
 
+def look(embedding, flow, key):
+    """Loss, share of right answers, and answers of each sequence, of a batch of 7, in NumPy."""
+    ids, labels, mask = map(np.asarray, TASK.draw(key, 7))
+    found = np.stack([reference(embedding, flow, row) for row in ids])
+    log = found - np.log(np.exp(found).sum(axis=-1, keepdims=True))
+    mean = -np.take_along_axis(log[mask], labels[mask][:, None], -1).mean()
+    return mean, (found.argmax(axis=-1) == labels)[mask].mean(), mask.sum(axis=1)
+
+
 def test_training_and_validation_draw_from_streams_of_their_own(whole):
     """Their first numbers, again in NumPy: the mean is over tokens that are asked for."""
     first = training._starts(
         training._stream(SEEDS, training.START), task=TASK, width=RECIPE.width,
         columns=RECIPE.width, scale=1.0, dtype=whole.embedding.tokens.dtype,
     )  # fmt: skip
-    masks = []
+    counts = []
     for place in range(2):
         embedding, flow = pick((first, whole.flow), place)
         embedding = ut.Embedding(*map(np.asarray, embedding))
-
-        def look(key, count):
-            ids, labels, mask = map(np.asarray, TASK.draw(key, count))
-            found = np.stack([reference(embedding, flow, row) for row in ids])  # noqa: B023
-            log = found - np.log(np.exp(found).sum(axis=-1, keepdims=True))
-            masks.append(mask.sum(axis=1))
-            mean = -np.take_along_axis(log[mask], labels[mask][:, None], -1).mean()
-            return mean, (found.argmax(axis=-1) == labels)[mask].mean()
-
-        value, _ = look(training._stream(SEEDS, training.TRAIN, 0)[place], 7)
+        value, *_ = look(embedding, flow, training._stream(SEEDS, training.TRAIN, 0)[place])
         np.testing.assert_allclose(whole.losses[0, place], value, rtol=1e-13)
-        shares = [
-            look(training._stream(SEEDS, training.VALIDATION, 0, number)[place], 7)[1]
-            for number in range(2)
+        batches = [
+            look(embedding, flow, training._stream(SEEDS, training.VALIDATION, 0, n)[place])
+            for n in range(2)
         ]
-        share = np.average(shares, weights=[m.sum() for m in masks[-2:]])
+        _, shares, answers = zip(*batches)
+        share = np.average(shares, weights=np.sum(answers, axis=1))
         np.testing.assert_allclose(whole.validation[0, place], share, rtol=1e-14)
-    assert any(np.ptp(mask) for mask in masks)  # sequences ask for different numbers of tokens
+        counts += answers
+    assert any(np.ptp(count) for count in counts)  # sequences ask for different numbers of tokens
 
 
 def test_the_optimiser_is_adamw_with_a_clip_a_warm_up_and_a_cosine():

@@ -115,8 +115,8 @@ def document(found: Panel) -> dict[str, Any]:
         ),
         stability=dict(model=_each(model, "stability"), untrained=_each(untrained, "stability")),
         participation=dict(
-            model=_participation(model),
-            untrained=_participation(untrained),
+            model=model.mean_participation.positive,
+            untrained=untrained.mean_participation.positive,
         ),
     )
     return dict(
@@ -152,12 +152,6 @@ def document(found: Panel) -> dict[str, Any]:
 
 def _each(topology: Topology, field: str) -> np.ndarray:
     return np.array([getattr(one, field) for one in topology.communities])
-
-
-def _participation(found: Topology) -> np.ndarray:
-    """(layers,) in positive weights, the mean over coordinates that are in a community."""
-    each, inside = found.participation.positive, found.labels >= 0
-    return np.sum(each * inside, axis=1) / np.maximum(inside.sum(axis=1), 1)
 
 
 def _coupling(model: Topology, untrained: Topology, kind: str, gain: str) -> dict[str, list]:

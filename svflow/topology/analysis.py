@@ -75,6 +75,13 @@ class Topology(NamedTuple):
         """The community of every node of every layer, from 0; -1 for a node in none."""
         return np.stack([one.labels for one in self.communities])
 
+    @property
+    def mean_participation(self) -> Signed:
+        """(layers,) each, the mean over nodes that are in a community; 0 where none is."""
+        inside = self.labels >= 0
+        count = np.maximum(inside.sum(axis=1), 1)
+        return Signed(*((each * inside).sum(axis=1) / count for each in self.participation))
+
 
 def topology(
     correlations: Callable[[int], Correlation],

@@ -56,8 +56,7 @@ def _layers(head: str, study: Study) -> list[str]:
     ]
     for layer, found in enumerate(topology.communities):
         stable = "-" if np.isnan(found.stability) else f"{found.stability:.2f}"
-        inside = found.labels >= 0
-        roles = [np.mean(p[layer][inside]) if inside.any() else 0.0 for p in topology.participation]
+        roles = [mean[layer] for mean in topology.mean_participation]
         lines.append(
             f"{layer + 1:>3} |{mean['update_ratio'][layer]:>8.3f}"
             f"{mean['henrici_departure'][layer]:>8.3f}{mean['self_alignment'][layer]:>8.3f}"
