@@ -18,7 +18,7 @@ from svflow.dtypes import at_least_float32
 
 def sphere(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens width"]:
     """n(h) = sqrt(d) h / |h|: the direction of a state, on the sphere of radius sqrt(d)."""
-    rho = _rho(h)[..., None]
+    rho = rms(h)[..., None]
     zero = rho == 0
     wide = h.astype(rho.dtype) / jnp.where(zero, 1, rho)
     return jnp.where(zero, jnp.nan, wide).astype(h.dtype)
@@ -44,6 +44,21 @@ def center(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens width"]:
     return (wide - jnp.mean(wide, axis=-1, keepdims=True)).astype(h.dtype)
 
 
+def norm_input(
+    h: Float[Array, "*tokens width"], *, centered: bool
+) -> Float[Array, "*tokens width"]:
+    """What a norm reads of a state, in float32 at least: less its mean where `centered`."""
+    wide = h.astype(at_least_float32(h.dtype))
+    return center(wide) if centered else wide
+
+
+def rms(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens"]:
+    """The root mean square |h| / sqrt(d), in float32 at least; its derivative at 0 taken as 0."""
+    square = _mean(h, h)
+    zero = square == 0
+    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, square)))
+
+
 def geodesic(
     x: Float[Array, "*tokens width"], y: Float[Array, "*tokens width"]
 ) -> Float[Array, "*tokens"]:
@@ -55,7 +70,7 @@ def geodesic(
     """
     wide = at_least_float32(x.dtype)
     u, w = sphere(x.astype(wide)), sphere(y.astype(wide))
-    return 2 * jnp.arctan2(_rho(u - w), _rho(u + w))
+    return 2 * jnp.arctan2(rms(u - w), rms(u + w))
 
 
 class Polar(NamedTuple):
@@ -109,22 +124,15 @@ def polar(
     """
     if centered:
         h, v = center(h), center(v)
-    x, rho = sphere(h), _rho(h)
+    x, rho = sphere(h), rms(h)
     u, c = tangent(x, v), _mean(x, v)
     forward = rho + c > 0
     dt = jnp.where(forward, 1 / jnp.where(forward, rho + c, 1), jnp.nan)
     # The sum of squares: the other form loses digits where h and v nearly cancel.
-    return Polar(x, rho, c, u, dt, jnp.hypot(rho + c, _rho(u)))
+    return Polar(x, rho, c, u, dt, jnp.hypot(rho + c, rms(u)))
 
 
 def _mean(x: Float[Array, "*tokens width"], y: Float[Array, "*tokens width"]):
     """x . y / d."""
     wide = at_least_float32(x.dtype)
     return jnp.mean(x.astype(wide) * y.astype(wide), axis=-1)
-
-
-def _rho(h: Float[Array, "*tokens width"]) -> Float[Array, "*tokens"]:
-    """|h| / sqrt(d), its derivative at 0 taken as 0."""
-    square = _mean(h, h)
-    zero = square == 0
-    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, square)))

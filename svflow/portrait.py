@@ -180,17 +180,12 @@ def summary(values: Float[np.ndarray, "*lead tokens"]) -> Summary:
 
 
 def _read(flow, x):
-    x = x.astype(at_least_float32(x.dtype))
-    return geometry.center(x) if flow.centered else x
-
-
-def _rms(x):
-    return jnp.sqrt(jnp.mean(x * x, axis=-1))
+    return geometry.norm_input(x, centered=flow.centered)
 
 
 @jax.jit
 def _norm(flow, x):
-    return _rms(_read(flow, x))
+    return geometry.rms(_read(flow, x))
 
 
 @jax.jit
@@ -204,11 +199,11 @@ def _measure(flow, layer, x, previous):
         step.append(geometry.polar(h, functools.reduce(jnp.add, updates)).dt)
         parts = [geometry.polar(h, update) for update in updates]
         radial += [part.radial for part in parts]
-        tangential += [_rms(part.tangential) for part in parts]
+        tangential += [geometry.rms(part.tangential) for part in parts]
         y = flow.retract(y + flow.field(substep, layer, y))
     before, after = _read(flow, x), _read(flow, y)
     update = after - before
-    cosine = jnp.mean(update * previous, axis=-1) / (_rms(update) * _rms(previous))
+    cosine = jnp.mean(update * previous, axis=-1) / (geometry.rms(update) * geometry.rms(previous))
     angle = geometry.geodesic(before, after)
     return (jnp.stack(step), jnp.stack(radial), jnp.stack(tangential), angle, cosine), y, update
 
@@ -216,7 +211,7 @@ def _measure(flow, layer, x, previous):
 @jax.jit
 def _gaps(flow, x, fine, coarse):
     x, fine, coarse = (_read(flow, a) for a in (x, fine, coarse))
-    return _rms(x - fine) / _rms(x), _rms(fine - coarse) / _rms(x)
+    return geometry.rms(x - fine) / geometry.rms(x), geometry.rms(fine - coarse) / geometry.rms(x)
 
 
 @jax.jit

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -98,16 +98,23 @@ def locked(out: str | os.PathLike[str]) -> Iterator[Path]:
         lock.release()
 
 
-def replace(path: Path, arrays: Mapping[str, Any]) -> None:
-    """An .npz file, replaced as a whole: whoever is killed leaves the one before.
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """To write what takes a file's place as a whole: whoever is killed leaves the one before.
 
     For the one run that holds the lock.
     """
     scratch = path.with_name(f".{path.name}.writing")
-    named: dict[str, Any] = dict(arrays)
     with scratch.open("wb") as file:
-        np.savez(file, **named)
+        yield file
     os.replace(scratch, path)
+
+
+def replace(path: Path, arrays: Mapping[str, Any]) -> None:
+    """An .npz file, `replaced`."""
+    named: dict[str, Any] = dict(arrays)
+    with replaced(path) as file:
+        np.savez(file, **named)
 
 
 def check_sequences(sequences: Iterable[Any], model: Transformer) -> list[np.ndarray]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from svflow.plotting import style
+from svflow.resumable import replaced
 from universal.components import Recipe
 from universal.presets import PAPER, PRESETS, Cell
 from universal.saved import digest
@@ -108,7 +107,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
             doc = _kept(results, arguments.preset, preset.cells)
             kept = {one["name"]: one for one in [*doc["cells"], run | entry(cell, learnt)]}
             doc["cells"] = [kept[one.name] for one in preset.cells if one.name in kept]
-            _replace(results, (json.dumps(doc, indent=1) + "\n").encode())
+            with replaced(results) as file:
+                file.write((json.dumps(doc, indent=1) + "\n").encode())
             pictures(doc["cells"], arguments.out)
         drawn += attention_picture(cell, learnt, arguments.out)
     print(table(doc))
@@ -241,15 +241,8 @@ def attention_picture(cell: Cell, learnt: Trained, folder: Path) -> list[str]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    _replace(path, buffer.getvalue())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.writing")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)
+    with replaced(path) as file:
+        figure.savefig(file, format="png")
 
 
 if __name__ == "__main__":

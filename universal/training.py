@@ -28,6 +28,7 @@ from svflow.dtypes import at_least_float32
 from svflow.flow import check_flow
 from svflow.integers import is_integer, positive
 from svflow.sharding import over_data
+from universal.bounds import QUICK
 from universal.components import Blocks, Recipe, read_columns, reader
 from universal.devices import spread
 from universal.saved import DAMAGED, digest, saving
@@ -538,10 +539,7 @@ def train(
 RECORDS = ("losses", "evaluated", "validation")
 
 
-ONCE = {"xla_backend_optimization_level": 0}  # What runs once is compiled fast.
-
-
-@functools.partial(jax.jit, static_argnames="machine", compiler_options=ONCE)
+@functools.partial(jax.jit, static_argnames="machine", compiler_options=QUICK)
 def _machines(keys, *, machine: Recipe) -> Flow:
     """A machine of every seed."""
     return jax.vmap(machine.build)(keys)
@@ -550,7 +548,7 @@ def _machines(keys, *, machine: Recipe) -> Flow:
 @functools.partial(
     jax.jit,
     static_argnames=("task", "width", "columns", "scale", "dtype"),
-    compiler_options=ONCE,
+    compiler_options=QUICK,
 )
 def _starts(keys, *, task: Task, width: int, columns: int, scale: float, dtype) -> Embedding:
     """Gaussian tables of one scale, and an output of the size of one column; of every seed."""
@@ -566,7 +564,7 @@ def _starts(keys, *, task: Task, width: int, columns: int, scale: float, dtype) 
     return jax.vmap(one)(keys)
 
 
-@functools.partial(jax.jit, static_argnames="settings", compiler_options=ONCE)
+@functools.partial(jax.jit, static_argnames="settings", compiler_options=QUICK)
 def _states(trained, *, settings: Settings):
     """The optimiser's first state of every seed."""
     with jax.numpy_dtype_promotion("standard"):

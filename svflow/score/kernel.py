@@ -112,7 +112,7 @@ def reading(flow: TransformerFlow, index, part, x: Float[Array, "tokens width"])
         weights = weights - jnp.mean(weights, axis=0, keepdims=True)
     maps = weights.reshape(config.width, *shape)
     if config.query_key_norm is None:
-        state = geometry.center(x.astype(wide)) if flow.centered else x.astype(wide)
+        state = geometry.norm_input(x, centered=flow.centered)
         state = state if norm is None else _scaled(norm, state)
         grams = jnp.einsum("wha,whb->hab", maps, maps, precision=HIGHEST)
         return Reading(state[:, None], raw, maps, None, grams, config.width - flow.centered)

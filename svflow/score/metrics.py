@@ -180,12 +180,7 @@ def measured(model: Transformer, ids: Int[Array, " tokens"], *, interpolated: bo
 
 
 def _read(flow, x):
-    x = x.astype(at_least_float32(x.dtype))
-    return geometry.center(x) if flow.centered else x
-
-
-def _rms(x):
-    return jnp.sqrt(jnp.mean(x * x, axis=-1))
+    return geometry.norm_input(x, centered=flow.centered)
 
 
 def _layer(flow, layer, x, interpolated):
@@ -203,8 +198,8 @@ def _layer(flow, layer, x, interpolated):
                 update = flow.branch(name, layer, y)
             v = _read(flow, update)
             part = geometry.polar(h, v)
-            field.append(_rms(part.tangential))
-            radial.append(_ratio(part.radial, _rms(v)))
+            field.append(geometry.rms(part.tangential))
+            radial.append(_ratio(part.radial, geometry.rms(v)))
             updates.append(update)
         total = functools.reduce(jnp.add, updates)
         dt.append(geometry.polar(h, _read(flow, total)).dt)

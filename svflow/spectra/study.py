@@ -88,29 +88,8 @@ def study(
             anything is computed; a file that was made by another model, with other settings or
             from other sequences; a Jacobian that is not finite.
     """
-    if not isinstance(model, Transformer):
-        raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
-    if scope not in SCOPES[:2]:
-        raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
-    if not is_integer(token):
-        raise ValueError(f"token must be an int, got {token!r}")
-    if not 0 <= tau < np.inf:
-        raise ValueError(f"tau must be finite and not negative, got {tau}")
-    top = check_top(top, model.flow.width)
-    ids = check_sequences(sequences, model)
-    check_token(ids, token)
-    settings = dict(
-        model=digest(model),
-        family=model.config.family,
-        layers=model.flow.depth,
-        width=model.flow.width,
-        token=int(token),
-        scope=scope,
-        top=top,
-        tau=float(tau),
-        normal=bool(normal),
-        mean_product=bool(mean_product),
-    )
+    ids, common = asked(model, sequences, token=token, scope=scope, top=top, tau=tau)
+    settings = dict(common, normal=bool(normal), mean_product=bool(mean_product))
 
     def measure(ids: np.ndarray, carried: Arrays) -> tuple[Arrays, Arrays]:
         row, J = measured(model, ids, settings)
@@ -144,11 +123,32 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     )
 
 
-def check_token(sequences: Sequence[np.ndarray], token: int) -> None:
-    """Raises ValueError with the number of a sequence that has no such token."""
-    for number, ids in enumerate(sequences):
+def asked(
+    model: Transformer,
+    sequences: Sequence[Sequence[int] | np.ndarray],
+    *,
+    token: int,
+    scope: str,
+    top: int | None,
+    tau: float,
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The sequences as arrays, and the settings of any study of Jacobians; raises as `study`."""
+    if not isinstance(model, Transformer):
+        raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
+    if scope not in SCOPES[:2]:
+        raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
+    if not is_integer(token):
+        raise ValueError(f"token must be an int, got {token!r}")
+    if not 0 <= tau < np.inf:
+        raise ValueError(f"tau must be finite and not negative, got {tau}")
+    layers, width = model.flow.depth, model.flow.width
+    top = check_top(top, width)
+    checked = check_sequences(sequences, model)
+    for number, ids in enumerate(checked):
         if not -ids.size <= token < ids.size:
             raise ValueError(f"sequence {number} has {ids.size} tokens, and no token {token}")
+    settings = dict(model=digest(model), family=model.config.family, layers=layers, width=width)
+    return checked, dict(settings, token=int(token), scope=scope, top=top, tau=float(tau))
 
 
 def without_ginibre(rows: Arrays) -> tuple[Arrays, Arrays]:

@@ -18,11 +18,9 @@ from jaxtyping import Float
 from svflow.integers import is_integer
 from svflow.memory import check_memory
 from svflow.models.transformer import Transformer
-from svflow.resumable import Arrays, Rows, check_sequences, digest, over_sequences, read
+from svflow.resumable import Arrays, Rows, over_sequences, read
 from svflow.simulate import simulate
-from svflow.spectra.jacobians import SCOPES
-from svflow.spectra.measures import check_top
-from svflow.spectra.study import check_token, measured, without_ginibre
+from svflow.spectra.study import asked, measured, without_ginibre
 from svflow.topology.analysis import DEFAULT, Options, Topology, norm_weights, topology
 from svflow.topology.coupling import GAINS, squared_gains
 from svflow.topology.graphs import Correlation, Moments
@@ -95,22 +93,13 @@ def study(
         MemoryError: sums that do not fit.
         ImportError: without the extra `topology`.
     """
-    if not isinstance(model, Transformer):
-        raise ValueError(f"a study needs a Transformer, got {type(model).__name__}")
-    if scope not in SCOPES[:2]:
-        raise ValueError(f"scope must be one of {SCOPES[:2]}, got {scope!r}")
-    for name, value in dict(token=token, skip=skip).items():
-        if not is_integer(value):
-            raise ValueError(f"{name} must be an int, got {value!r}")
+    if not is_integer(skip):
+        raise ValueError(f"skip must be an int, got {skip!r}")
     if skip < 0:
         raise ValueError(f"skip must not be negative, got {skip}")
-    if not 0 <= tau < np.inf:
-        raise ValueError(f"tau must be finite and not negative, got {tau}")
+    ids, common = asked(model, sequences, token=token, scope=scope, top=top, tau=tau)
     layers, width = model.flow.depth, model.flow.width
-    top = check_top(top, width)
     options.check(width)
-    ids = check_sequences(sequences, model)
-    check_token(ids, token)
     for number, one in enumerate(ids):
         if one.size <= skip:
             raise ValueError(
@@ -119,18 +108,7 @@ def study(
     if sum(one.size - skip for one in ids) < 2:
         raise ValueError("correlations need at least two states, got 1")
     check_memory(f"correlations of {layers} layers", 3 * 8 * layers * width * width, None)
-    settings = dict(
-        model=digest(model),
-        family=model.config.family,
-        layers=layers,
-        width=width,
-        token=int(token),
-        scope=scope,
-        skip=int(skip),
-        top=top,
-        tau=float(tau),
-        normal=False,
-    )
+    settings = dict(common, skip=int(skip), normal=False)
     over_sequences(out, settings, ids, functools.partial(_row, model, settings), progress=progress)
     return load_study(out, options=options, progress=progress)
 
