@@ -12,7 +12,7 @@ and XLA's cost analysis of that program gives operations, bytes moved and memory
 model is its layers, whose programs differ by kind only (window, mixture). Loops over layers are
 therefore not in what is compiled: XLA counts a loop's body once. A mixture, which loops over its
 experts, counts as a dense layer as wide as those that it visits. Communication is what the compiled
-program's collectives say.
+program's collectives say, those of a loop as often as it runs.
 
 Time is the larger of operations over the accelerator's peak and of bytes over its bandwidth, plus
 bytes sent over the link's, each divided by `EFFICIENCY`. Assumptions, all of them bounds that a
@@ -162,7 +162,7 @@ class Cost(NamedTuple):
     Arguments:
         flops: operations.
         moved: bytes read and written, before any cache.
-        sent: bytes of collectives' results, each once.
+        sent: bytes of collectives' results, each as often as it runs.
         scratch: bytes that it allocates beside arguments and results.
     """
 
@@ -317,7 +317,7 @@ def _layer_cost(
     wide = replace(config, sparse=(False,), hidden=visited * config.expert_hidden)
     dense = one_layer(wide, tokens, dtype, mesh, step=step)
     moved = max(dense.moved, found.moved)
-    return Cost(dense.flops, moved, visited * found.sent, found.scratch)
+    return Cost(dense.flops, moved, found.sent, found.scratch)
 
 
 def one_layer(
@@ -342,10 +342,10 @@ def _state(tokens: int, width: int, dtype, mesh: Mesh | None) -> jax.ShapeDtypeS
 
 
 def cost(compiled: jax.stages.Compiled) -> Cost:
-    """What XLA says of a compiled program; loops count once."""
+    """What XLA says of a compiled program; of a loop, operations and bytes moved count once."""
     found: Any = compiled.cost_analysis()
     memory: Any = compiled.memory_analysis()
-    sent = sum(_bytes(dtype, shape) for _, dtype, shape in collectives(compiled))
+    sent = sum(_bytes(dtype, shape) for _, dtype, shape in collectives(compiled).elements())
     return Cost(found["flops"], found["bytes accessed"], sent, memory.temp_size_in_bytes)
 
 
@@ -357,15 +357,40 @@ _COLLECTIVE = re.compile(
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d,]*)\]")
 
 
-def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The collectives of a compiled program: their name, and type and shape of each result."""
-    found = []
+# A computation begins with its name at the margin; others name it as what they call.
+_COMPUTATION = re.compile(r"(?:ENTRY )?(%[\w.\-]+) .*\{$")
+_CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations|\w+_computation)=\{?([^}\s]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+def collectives(compiled: jax.stages.Compiled) -> Counter[tuple[str, str, tuple[int, ...]]]:
+    """How often a compiled program runs each collective: name, type and shape of a result.
+
+    Those in a loop count as often as XLA knows that it runs, and once where it does not.
+    """
+    found: list[tuple[str, tuple[str, str, tuple[int, ...]]]] = []
+    callers: dict[str, tuple[str, int]] = {}
+    here = ""
     for line in (compiled.as_text() or "").splitlines():
-        if match := _COLLECTIVE.search(line):
+        if start := _COMPUTATION.match(line):
+            here = start[1]
+        elif match := _COLLECTIVE.search(line):
             for array in _ARRAY.finditer(match["results"]):
                 shape = tuple(int(n) for n in array["shape"].split(",") if n)
-                found.append((match["name"], array["dtype"], shape))
-    return found
+                found.append((here, (match["name"], array["dtype"], shape)))
+        elif called := _CALLED.findall(line):
+            trips = _TRIPS.search(line)
+            for name in ",".join(called).split(","):
+                callers[name] = here, int(trips[1]) if trips else 1
+
+    counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+    for place, collective in found:
+        times = 1
+        while place in callers:
+            place, trips_of_place = callers[place]
+            times *= trips_of_place
+        counts[collective] += times
+    return counts
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:

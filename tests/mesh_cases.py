@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compare import error
-from configs import FAMILY_CONFIGS, tiny_model
+from configs import FAMILY_CONFIGS, tiny_config, tiny_model
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -265,6 +265,11 @@ def users_meshes():
         )
     each, one = (plan(model.config, tokens=8, dtype=jnp.float32, mesh=m) for m in (mesh, None))
     found["planned"] = one.weights / each.weights
+    mixture = tiny_config("qwen3_moe", num_attention_heads=4, num_key_value_heads=4)
+    found["sent"] = plan(mixture, tokens=64, dtype=jnp.float32, mesh=mesh).forward.sent
+    # After attention and after every expert, of which 64 tokens visit all.
+    reduced = sum(1 + (mixture.experts if sparse else 1) for sparse in mixture.sparse)
+    found["reduced"] = reduced * 64 * mixture.width * 4
     found["kept"] = sharding.shard(OnGrid(), mesh).mesh
     return found
 

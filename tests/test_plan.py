@@ -167,20 +167,34 @@ def test_what_is_wrong_is_said():
 
 def test_collectives_are_read_from_programs():
     text = """
-      %a = f32[4,8]{1,0} all-gather(%p), dimensions={0}
-      %b = (f32[2]{0}, bf16[3,5]{1,0}) all-reduce-start(%q, %r), to_apply=%add
-      %c = f32[9]{0} fusion(%all-reduce), kind=kLoop
-    """
+%inner (p: f32[7]) -> f32[7] {
+  %d = f32[7]{0} all-reduce(%p), to_apply=%add
+}
+
+%outer (p: f32[7]) -> f32[7] {
+  %e = f32[7]{0} while(%p), condition=%c, body=%inner, x={"known_trip_count":{"n":"5"}}
+  ROOT %f = f32[6]{0} collective-permute(%p), channel_id=1
+}
+
+ENTRY %main (p: f32[7]) -> f32[9] {
+  %a = f32[4,8]{1,0} all-gather(%p), dimensions={0}
+  %b = (f32[2]{0}, bf16[3,5]{1,0}) all-reduce-start(%q, %r), to_apply=%add
+  %c = f32[9]{0} fusion(%all-reduce), kind=kLoop
+  %g = f32[7]{0} while(%p), condition=%c, body=%outer, x={"known_trip_count":{"n":"3"}}
+}
+"""
 
     class Compiled:
         def as_text(self):
             return text
 
-    assert planning.collectives(Compiled()) == [
-        ("all-gather", "f32", (4, 8)),
-        ("all-reduce", "f32", (2,)),
-        ("all-reduce", "bf16", (3, 5)),
-    ]
+    assert planning.collectives(Compiled()) == {
+        ("all-gather", "f32", (4, 8)): 1,
+        ("all-reduce", "f32", (2,)): 1,
+        ("all-reduce", "bf16", (3, 5)): 1,
+        ("all-reduce", "f32", (7,)): 15,
+        ("collective-permute", "f32", (6,)): 3,
+    }
     assert planning._bytes("bf16", (3, 5)) == 30
     program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)).compile()
     assert cost(program).flops == 2 * 8**3

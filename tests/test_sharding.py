@@ -108,6 +108,7 @@ def test_meshes_are_taken_as_users_make_them(found):
     meshes = found["users_meshes"]
     assert max(meshes["around"], meshes["sharded"]) < 1e-12
     assert meshes["planned"] > 2  # a device has less than half of the weights
+    assert meshes["sent"] == meshes["reduced"]
     assert meshes["kept"] == [0.0, 0.5]
 
 
