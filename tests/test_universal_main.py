@@ -13,7 +13,7 @@ import universal as ut
 from svflow.plotting import style
 from universal import __main__ as command
 from universal.presets import PAPER, PRESETS
-from universal.solved import best, of_seed, singular_values_of, solved
+from universal.solved import singular_values_of, solved
 from universal.training_plot import accuracy_over_steps, attention_maps, singular_values
 
 
@@ -178,7 +178,7 @@ def test_a_solved_sequence_is_solved(parts):
     assert found.symbols[0] == "0"
     assert set(found.symbols[1:]) <= set("abc")
     assert found.labels.tolist() == [-1, *found.ids[1:].tolist()]
-    embedding, flow = of_seed(learnt, best(learnt))
+    embedding, flow = learnt.program(learnt.best)
     whole = ut.logits(embedding, flow, jax.numpy.asarray(found.ids)).argmax(axis=-1)
     assert whole[1:].tolist() == found.labels[1:].tolist()
     x = embedding.tokens[found.ids] + embedding.positions[:5]
@@ -188,6 +188,10 @@ def test_a_solved_sequence_is_solved(parts):
     else:
         wanted = ut.attention_matrices(flow.attention, x)
     np.testing.assert_allclose(found.attention[: len(wanted)], wanted, atol=1e-12)
+    assert learnt.test[learnt.best].value == max(one.value for one in learnt.test)
+    for place in (-1, 2, 0.0):
+        with pytest.raises(ValueError, match=r"place must be one of 0 \.\. 1, got"):
+            learnt.program(place)
     for draws, tokens in ((0, 5), (5, 0)):
         with pytest.raises(ValueError, match=r"(draws|tokens) must be a positive integer"):
             solved(learnt, task, draws=draws, tokens=tokens)

@@ -22,8 +22,9 @@ computes what a target does:
 - Learning programs: the tasks `dyck1` and `k_hop` (`Batch`), `dyck1_task` and `k_hop_task`, a
   `Task` of one's own, and `summary`; a `Recipe` for a machine, `Blocks` for the components around
   its attention; `train` with its `Settings` (`Trained`, `Embedding`), `logits`, `evaluate`
-  (`Accuracy`, `wilson`), and `python -m universal` for the whole table. Pictures:
-  `universal.training_plot`.
+  (`Accuracy`, `wilson`), and `python -m universal` for the whole table. What was learnt: a
+  sequence that is `solved` (`Solved`) with its attention, and `singular_values_of` the tables.
+  Pictures: `universal.training_plot`.
 
 Shapes are single-example; batches are `jax.vmap`.
 
@@ -66,6 +67,7 @@ from universal.robustness import (
     robustness_table,
 )
 from universal.sizes import machine_width, square_width
+from universal.solved import Solved, singular_values_of, solved
 from universal.sparse import sparse
 from universal.tables import TableMachine, reprogram
 from universal.tasks import (
@@ -107,6 +109,7 @@ __all__ = [
     "Settings",
     "Slot",
     "Solution",
+    "Solved",
     "TableMachine",
     "Task",
     "Trained",
@@ -136,7 +139,9 @@ __all__ = [
     "robustness",
     "robustness_table",
     "run",
+    "singular_values_of",
     "solve",
+    "solved",
     "sparse",
     "square_width",
     "summary",

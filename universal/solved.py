@@ -36,22 +36,9 @@ class Solved(NamedTuple):
     attention: Float[np.ndarray, "layers heads tokens tokens"]
 
 
-def best(learnt: Trained) -> int:
-    """The place of the most accurate program."""
-    return int(np.argmax([one.value for one in learnt.test]))
-
-
-def of_seed(learnt: Trained, place: int) -> tuple:
-    """(Embedding, flow) of one of the programs."""
-    embedding = jax.tree.map(lambda table: table[place], learnt.embedding)
-    if learnt.shared:
-        return embedding, learnt.flow
-    return embedding, jax.tree.map(lambda array: array[place], learnt.flow)
-
-
 def singular_values_of(learnt: Trained) -> Float[np.ndarray, " rank"]:
     """Those of E, the tables of tokens and places one below the other, of the best program."""
-    tokens, positions, _ = jax.tree.map(np.asarray, of_seed(learnt, best(learnt))[0])
+    tokens, positions, _ = map(np.asarray, learnt.program(learnt.best)[0])
     return np.linalg.svd(np.concatenate([tokens, positions]), compute_uv=False)
 
 
@@ -72,8 +59,8 @@ def solved(
     Raises:
         ValueError: a machine that has no attention matrices, or that sees both sides of a token.
     """
-    place = best(learnt)
-    embedding, flow = of_seed(learnt, place)
+    place = learnt.best
+    embedding, flow = learnt.program(place)
     if not isinstance(flow, Blocks):
         raise ValueError(f"a {type(flow).__name__} has no attention matrices that are known here")
     if not flow.causal:

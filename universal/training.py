@@ -186,6 +186,24 @@ class Trained(NamedTuple):
         """Whether the flow is one that was given, which all seeds share."""
         return "arrays" in self.settings["machine"]
 
+    @property
+    def best(self) -> int:
+        """The place of the most accurate program."""
+        return int(np.argmax([one.value for one in self.test]))
+
+    def program(self, place: int) -> tuple[Embedding, Flow]:
+        """One of the programs and its machine, what `logits` takes; its axes are without seeds.
+
+        Raises:
+            ValueError: a place that is not one of 0 .. seeds - 1.
+        """
+        if not is_integer(place, 0, len(self.test) - 1):
+            raise ValueError(f"place must be one of 0 .. {len(self.test) - 1}, got {place!r}")
+        embedding = jax.tree.map(lambda table: table[place], self.embedding)
+        if self.shared:
+            return embedding, self.flow
+        return embedding, jax.tree.map(lambda array: array[place], self.flow)
+
 
 def _real(value: Any) -> float:
     """As a float; nan, which no bound lets through, for what is no real number."""
@@ -424,7 +442,8 @@ def train(
         task: of `dyck1_task` or `k_hop_task`, or one's own.
         settings: `Settings()` by default.
         seeds: integers, each once.
-        out: an .npz file, made or continued, and replaced at every evaluation.
+        out: an .npz file, made or continued, and replaced at every evaluation. Of one that is
+            finished, the same call returns what was learnt.
         mesh: of `jax.make_mesh`: its axis `data` takes the seeds where they divide by it, and the
             sequences of every batch otherwise. The numbers are the same to rounding.
         progress: wraps the range of steps, `Settings.together` at a time, for example `tqdm.tqdm`,
