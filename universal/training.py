@@ -366,7 +366,10 @@ def evaluate(
     batch: int = 256,
     seeds: Sequence[int] | None = None,
 ) -> tuple[Accuracy, ...]:
-    """The accuracies of learnt programs on sequences that no training has drawn, one per program.
+    """The accuracies of learnt programs on fresh draws, one per program.
+
+    The draws are of keys that no training has used. Where a task has few strings, as Dyck-1 of few
+    pairs, many of them are strings that the training has seen.
 
     Arguments:
         learnt: of `train`.
@@ -433,7 +436,7 @@ def train(
 
     All seeds train as one program. A seed decides the machine, where that is drawn, the first
     embeddings and all sequences; those of training, of evaluations and of the last test come from
-    streams of their own, so that none is drawn twice but by chance. The same call gives the same
+    streams of their own: equal strings are chance, likely where there are few. The same call gives the same
     numbers to the last bit on one device, whether or not it was interrupted.
 
     Arguments:
