@@ -436,8 +436,8 @@ def train(
 
     All seeds train as one program. A seed decides the machine, where that is drawn, the first
     embeddings and all sequences; those of training, of evaluations and of the last test come from
-    streams of their own: equal strings are chance, likely where there are few. The same call gives the same
-    numbers to the last bit on one device, whether or not it was interrupted.
+    streams of their own: equal strings are chance, likely where there are few. The same call gives
+    the same numbers to the last bit on one device, whether or not it was interrupted.
 
     Arguments:
         machine: a `Recipe`, of which kind "full" trains all its weights too; or a flow, which all
