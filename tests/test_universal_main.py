@@ -64,6 +64,13 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     (tmp_path / "new" / "results.json").write_text(text)
     assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 0
     assert json.loads((tmp_path / "new" / "results.json").read_text())["cells"] == both[:1]
+    results = tmp_path / "new" / "results.json"
+    kept = results.read_text()
+    results.write_text(kept.replace('"tiny"', '"medium"'))
+    assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 2
+    assert "is of preset 'medium', not 'tiny'; give another --out" in capsys.readouterr().err
+    assert "medium" in results.read_text()
+    results.write_text(kept)
     assert command.main([*given, "--seeds", "3"]) == 2
     assert "dyck-1-sparse-attention: " in (error := capsys.readouterr().err)
     assert "seeds = [0, 1], not [0, 1, 2]" in error
@@ -112,7 +119,8 @@ def test_a_claim_has_no_star():
             "there is no preset 'huge': there are 'tiny', 'small', 'medium', 'paper'",
         ),
         (["--preset", "tiny", "--only", "xor"], "no cell's name contains 'xor': there are dyck-1-"),
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--seeds", "0"], "--seeds must be within 1 .. 1000, got 0"),
+        (["--seeds", "5000000000"], "--seeds must be within 1 .. 1000, got 5000000000"),
         (["--out", __file__], "is a file, not a folder"),
     ],
 )

@@ -376,6 +376,19 @@ def test_the_optimiser_is_adamw_with_a_clip_a_warm_up_and_a_cosine():
     assert min(sizes) < 2 < max(sizes)
 
 
+def test_an_accuracy_counts_more_than_int32_holds():
+    def draw(key, batch):
+        ids = jnp.zeros((batch, 50_000), jnp.int32)
+        return ut.Batch(ids, ids, jnp.ones(ids.shape, bool))
+
+    long = ut.Task("long", draw, 2, 50_000, 2)
+    tables = ut.Embedding(np.ones((1, 2, 2)), np.zeros((1, 50_000, 2)), np.eye(2)[None])
+    found = training._accuracies(
+        tables, LINEAR, long, (0,), 2, batch=2, stream=training.TEST, axis=None
+    )
+    assert found == (training.Accuracy(100_000, 100_000, 2, 2 * 50_000**2),)
+
+
 def test_an_interval_counts_sequences_by_their_weight():
     alike = ut.Accuracy(2700, 3000, 1000, 9 * 1000)
     assert alike.interval == ut.wilson(0.9, 1000)
@@ -526,6 +539,14 @@ def test_what_goes_wrong_says_so(tmp_path, whole):
         (custom("float", asked=1.0), "float draws mask of float64, not of bool"),
         (custom("counts", asked=2), "counts draws mask of int64, not of bool"),
         (custom("half", kind=jnp.float32), "half draws labels of float32, not of integer"),
+        (custom("two")._replace(vocab=2.0), r"two: vocab must be a positive integer, got 2\.0"),
+        (custom("none")._replace(classes=0), "none: classes must be a positive integer, got 0"),
+        (custom("what")._replace(draw=None), "what: draw must be a function"),
+        (custom("bytes")._replace(name=b"x"), "name must be a str, got b'x'"),
+        (
+            custom("tuple")._replace(draw=lambda key, batch: (jnp.zeros((batch, 1)),) * 3),
+            "tuple draws a tuple, not a Batch",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ut.train(LINEAR, task, QUICK)
@@ -534,6 +555,23 @@ def test_what_goes_wrong_says_so(tmp_path, whole):
     with pytest.raises(FloatingPointError, match=r"step [0-3], seed 5: the loss is not finite"):
         ut.train(LINEAR, custom("copy"), wild, seeds=(5,), out=out)
     assert not out.exists()
+    last = ut.Settings(steps=1, batch=4, warmup=0, every=1, validation=8, test=8,
+                       learning_rate=1.7e308, weight_decay=9.0)  # fmt: skip
+    with pytest.raises(FloatingPointError, match="step 0, seed 5: weights are not finite after it"):
+        ut.train(LINEAR, custom("copy"), last, seeds=(5,), out=out)
+    assert not out.exists()
+    nowhere = LinearFlow(np.full((1, 2, 2), np.nan))
+    with pytest.raises(FloatingPointError, match="seed 5: answers are not finite"):
+        ut.train(nowhere, custom("copy"), last, seeds=(5,))
+    with pytest.raises(ValueError, match="progress ended before step 4; evaluated last at 2"):
+        ut.train(LINEAR, custom("copy"), SHORT, out=out, progress=lambda steps: steps[:1])
+    assert same(ut.train(LINEAR, custom("copy"), SHORT, out=out),
+                ut.train(LINEAR, custom("copy"), SHORT))  # fmt: skip
+    damaged = bytearray(out.read_bytes())
+    damaged[damaged.index(b"PK\x01\x02") + 8] |= 1  # its first member says that it is encrypted
+    out.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"holds no run: .*encrypted"):
+        ut.train(LINEAR, custom("copy"), SHORT, out=out)
     pending = [(np.ones((1, 2)), np.asarray([[3, 3]])), (np.zeros((1, 2)), np.asarray([[3, 0]]))]
     with pytest.raises(ValueError, match=r"step 11, seed 8: no token .* its mask is empty"):
         training._losses(pending, 10, (7, 8))

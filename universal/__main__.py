@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(_parser().parse_args(given), given)
     except (ValueError, OSError, MemoryError, FloatingPointError) as error:
-        print(f"universal: {' '.join(str(error).split())}", file=sys.stderr)
+        said = " ".join(str(error).split()) or type(error).__name__
+        print(f"universal: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("universal: interrupted; the same command goes on from there", file=sys.stderr)
@@ -76,8 +77,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
     if arguments.preset not in PRESETS:
         names = ", ".join(map(repr, PRESETS))
         raise ValueError(f"there is no preset {arguments.preset!r}: there are {names}")
-    if arguments.seeds is not None and arguments.seeds < 1:
-        raise ValueError(f"--seeds must be at least 1, got {arguments.seeds}")
+    if arguments.seeds is not None and not 1 <= arguments.seeds <= 1000:  # all train at once
+        raise ValueError(f"--seeds must be within 1 .. 1000, got {arguments.seeds}")
     preset = PRESETS[arguments.preset]()
     cells = [cell for cell in preset.cells if (arguments.only or "") in cell.name]
     if not cells:
@@ -116,18 +117,23 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _kept(path: Path, preset: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The table of earlier runs of a preset: of those of its cells that are what they are now."""
+    """The table of earlier runs of a preset: of those of its cells that are what they are now.
+
+    Raises ValueError for a file that is none, or is of another preset.
+    """
     doc: dict[str, Any] = dict(preset=preset, cells=[])
     if not path.exists():
         return doc
     asked = {cell.name: json.loads(json.dumps(_asked(cell))) for cell in cells}
     try:
         before = json.loads(path.read_text())
-        if before["preset"] == preset:
-            known = [one for one in before["cells"] if one["name"] in asked]
-            doc["cells"] = [one for one in known if one | asked[one["name"]] == one]
+        other = before["preset"]
+        known = [one for one in before["cells"] if one["name"] in asked]
+        doc["cells"] = [one for one in known if one | asked[one["name"]] == one]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of this command: {error}") from error
+    if other != preset:
+        raise ValueError(f"{path} is of preset {other!r}, not {preset!r}; give another --out")
     return doc
 
 

@@ -47,7 +47,7 @@ class Saved:
             head = json.loads(str(arrays.pop("run")))
             before = head.pop("settings")
             one, other = flat(before), flat(self.settings)
-        except (*DAMAGED, EOFError, zipfile.BadZipFile) as error:
+        except (*DAMAGED, EOFError, OSError, RuntimeError, zipfile.BadZipFile) as error:
             raise ValueError(f"{self.path} holds no run: {error}") from error
         for name in sorted(one.keys() | other.keys()):
             if one.get(name) != other.get(name):

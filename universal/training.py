@@ -27,7 +27,7 @@ from svflow import Flow, ScanAdjoint, simulate
 from svflow.dtypes import at_least_float32
 from svflow.flow import check_flow
 from svflow.integers import is_integer, positive
-from svflow.sharding import over_data
+from svflow.sharding import gathered, over_data
 from universal.bounds import QUICK
 from universal.components import Blocks, Recipe, read_columns, reader
 from universal.devices import spread
@@ -324,20 +324,20 @@ def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axi
 
 @functools.partial(jax.jit, static_argnames=("task", "count", "axis"))
 def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
-    """(6, seeds): the numbers of an `Accuracy`; ids and labels that are none."""
+    """(5, seeds, count) of each sequence: tokens that are right, asked for, ids and labels that are
+    none, and answers that are not finite."""
 
     def one(embedding, flow, key):
         ids, labels, mask = map(over_data, task.draw(key, count))
-        found = jnp.argmax(jax.vmap(functools.partial(logits, embedding, flow))(ids), axis=-1)
+        scores = jax.vmap(functools.partial(logits, embedding, flow))(ids)
         counted = (
-            (found.astype(labels.dtype) == labels) & mask,
+            (jnp.argmax(scores, axis=-1).astype(labels.dtype) == labels) & mask,
             mask,
-            jnp.any(mask, axis=1),
-            jnp.sum(mask, axis=1, dtype=jnp.int32) ** 2,
             (ids < 0) | (ids >= task.vocab),
             mask & ((labels < 0) | (labels >= task.classes)),
+            mask & ~jnp.all(jnp.isfinite(scores), axis=-1),
         )
-        return jnp.stack([jnp.sum(part, dtype=jnp.int32) for part in counted])
+        return jnp.stack([jnp.sum(part, axis=1, dtype=jnp.int32) for part in counted])
 
     return jax.vmap(one, in_axes=(0, axis, 0), out_axes=1)(embedding, flow, keys)
 
@@ -408,18 +408,25 @@ def _accuracies(
     ):
         if has < needs:
             raise ValueError(f"{task.name} needs {needs} {name}, but the tables have {has}")
-    size, total = min(batch, sequences), np.zeros((6, len(seeds)), np.int64)
+    size = min(batch, sequences)
+    total, shape = np.zeros((5, len(seeds)), np.int64), np.zeros((2, len(seeds)), np.int64)
     for number in range(-(-sequences // size)):
         keys = _stream(seeds, stream, step, number)
-        total += np.asarray(_answers(embedding, flow, keys, task=task, count=size, axis=axis))
+        counts = _answers(embedding, flow, keys, task=task, count=size, axis=axis)
+        each = gathered(counts).astype(np.int64)  # squares of what int32 holds need more
+        total += each.sum(axis=-1)
+        shape += np.stack([np.sum(each[1] > 0, axis=-1), np.sum(each[1] ** 2, axis=-1)])
     for name, outside, count in (
-        ("ids", total[4], task.vocab), ("labels", total[5], task.classes)
+        ("ids", total[2], task.vocab), ("labels", total[3], task.classes)
     ):  # fmt: skip
         if outside.any():
             raise ValueError(f"{task.name} draws {name} that are not within 0 .. {count - 1}")
     if not total[1].all():
         raise ValueError(f"{task.name} asks for no token: all masks are empty")
-    return tuple(Accuracy(*map(int, column)) for column in total[:4].T)
+    if total[4].any():
+        seed = seeds[int(np.argmax(total[4] > 0))]
+        raise FloatingPointError(f"seed {seed}: answers are not finite")
+    return tuple(Accuracy(*map(int, column)) for column in np.concatenate([total[:2], shape]).T)
 
 
 def train(
@@ -456,8 +463,10 @@ def train(
         ValueError: what is no machine or task; seeds that are not different integers; a mesh
             without an axis `data`, or of a size there that divides neither seeds nor batch; a file
             that another run writes, or was made with other settings or of other shapes; a task that
-            asks for nothing, or whose ids or labels its sizes do not cover; an empty mask.
-        FloatingPointError: a loss that is not finite, with its step and seed.
+            asks for nothing, or whose ids or labels its sizes do not cover; an empty mask; a
+            `progress` that ends early.
+        FloatingPointError: a loss, weights or answers that are not finite, with step and seed; the
+            file stays as it was after the last evaluation.
 
     Examples:
         >>> import universal as ut
@@ -532,6 +541,7 @@ def train(
             if done % settings.every and done < steps:
                 continue
             losses = _losses(pending, len(records["losses"]), seeds)
+            _check_finite(trained, done, seeds)
             pending = []
             shares = [one.value for one in accuracies(settings.validation, VALIDATION, done)]
             for name, more in zip(RECORDS, (losses, [done], [shares])):
@@ -545,6 +555,9 @@ def train(
                 break
         if hasattr(bar, "close"):
             bar.close()
+        taken = len(records["losses"])
+        if taken < steps and not _solved(records["validation"], settings):
+            raise ValueError(f"progress ended before step {steps}; evaluated last at {taken}")
         if head["test"] is None:
             head["test"] = accuracies(settings.test, TEST)
             store()
@@ -613,6 +626,21 @@ def _losses(pending, first: int, seeds: tuple[int, ...]) -> np.ndarray:
     return losses
 
 
+@jax.jit
+def _finite(trained) -> Array:
+    """(seeds,) whether all numbers are finite."""
+    leaves = [leaf for leaf in jax.tree.leaves(trained) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    each = [jnp.all(jnp.isfinite(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in leaves]
+    return functools.reduce(jnp.logical_and, each)
+
+
+def _check_finite(trained, step: int, seeds: tuple[int, ...]) -> None:
+    finite = gathered(_finite(trained))
+    if not finite.all():
+        seed = seeds[int(np.argmin(finite))]
+        raise FloatingPointError(f"step {step - 1}, seed {seed}: weights are not finite after it")
+
+
 def _restored(before, like, seeds: int, dtype, path):
     """Head, `RECORDS` and the trees of a file; raises ValueError for what is not of such a run."""
     head, arrays = before
@@ -662,11 +690,19 @@ def _check_task(task) -> None:
     """Raises ValueError for what is no task, and where its batches are not what it says."""
     if not isinstance(task, Task):
         raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
+    if not isinstance(task.name, str):
+        raise ValueError(f"a task's name must be a str, got {task.name!r}")
     try:
         hash(task)
     except TypeError as error:
         raise ValueError(f"{task.name} has a field that cannot be hashed: {error}") from error
+    for name in ("vocab", "tokens", "classes"):
+        positive(f"{task.name}: {name}", getattr(task, name))
+    if not callable(task.draw):
+        raise ValueError(f"{task.name}: draw must be a function of (key, batch), got {task.draw!r}")
     drawn = jax.eval_shape(lambda key: task.draw(key, 2), jax.random.key(0))
+    if not isinstance(drawn, Batch):
+        raise ValueError(f"{task.name} draws a {type(drawn).__name__}, not a Batch")
     shapes = [part.shape for part in drawn]
     if shapes != [(2, task.tokens)] * 3:
         raise ValueError(
