@@ -1,21 +1,23 @@
 """The search for how programs are learnt: rates, scales and shapes, judged by validation alone.
 
     python benchmarks/program_search.py TASK MACHINE --folder FOLDER [--components PART]
-        [--pairs 30 | --letters 100 --hops 16] [--layers 2] [--heads 2 4] [--widths 16]
+        [--pairs 30 | --letters 100 --alphabet 4 --hops 16] [--layers 2] [--heads 2 4] [--widths 16]
         [--rates 1e-3 3e-3 1e-2] [--scales 0.3 1] [--decays 1e-3] [--steps 2000] [--batch 256]
         [--seeds 1] [--out FILE.json]
 
-TASK is dyck-1 or k-hop, MACHINE sparse, random or full, PART attention, norm or mlp. Every
-combination is trained, in a file of its own in FOLDER, from which a killed search goes on; a
-combination that FOLDER holds is read. The table is sorted by the best validation accuracy, mean
-over seeds; validation sequences come from a stream of their own, and no test is looked at here.
-With --out the rows join those of the file, a combination once.
+TASK is dyck-1 or k-hop, PART attention, norm or mlp, MACHINE sparse, random or full, or a language
+model's blocks, whose sizes are their own: trained, shuffled or initialised. Every combination is
+trained, in a file of its own in FOLDER, from which a killed search goes on; a combination that
+FOLDER holds is read. The table is sorted by the best validation accuracy, mean over seeds;
+validation sequences come from a stream of their own, and no test is looked at here. With --out the
+rows join those of the file, a combination once.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -24,48 +26,65 @@ import jax
 from tqdm import tqdm
 
 import universal as ut
+from universal.components import MACHINES
+from universal.presets import BLOCKS, language_models
+from universal.saved import digest
 
 COLUMNS = ("task", "components", "machine", "layers", "heads", "head_width", "width", "rate",
            "scale", "decay", "batch", "steps", "best", "last", "seconds")  # fmt: skip
 
 
 def combinations(given):
-    """(row, recipe, task, settings) of every combination."""
+    """(row, recipe or flow, task, settings) of every combination."""
     if given.task == "dyck-1":
         task = ut.dyck1_task(given.pairs)
     else:
-        task = ut.k_hop_task(given.letters, 4, (0, given.hops))
-    parts = dict(residual=given.components != "attention", norm=given.components != "attention")
-    parts["hidden"] = given.hidden if given.components == "mlp" else 0
-    for layers, heads, width, rate, scale, decay in itertools.product(
-        given.layers, given.heads, given.widths, given.rates, given.scales, given.decays
+        task = ut.k_hop_task(given.letters, given.alphabet, (0, given.hops))
+    for machine, rate, scale, decay in itertools.product(
+        list(machines(given)), given.rates, given.scales, given.decays
     ):
-        recipe = ut.Recipe(given.machine, layers, heads, width, width, **parts)
         settings = ut.Settings(
             steps=given.steps, batch=given.batch, learning_rate=rate, scale=scale,
             warmup=min(given.warmup, given.steps // 10), weight_decay=decay, every=given.every,
             validation=1024, test=1,
         )  # fmt: skip
+        drawn = isinstance(machine, ut.Recipe)
         row = dict(
-            task=task.name, components=given.components, machine=given.machine, layers=layers,
-            heads=heads, head_width=width, width=recipe.width, rate=rate, scale=scale, decay=decay,
-            batch=given.batch, steps=given.steps, seeds=given.seeds,
+            task=task.name, components=given.components if drawn else BLOCKS,
+            machine=given.machine, layers=machine.layers if drawn else machine.depth,
+            heads=machine.heads if drawn else None,
+            head_width=machine.head_width if drawn else None, width=machine.width, rate=rate,
+            scale=scale, decay=decay, batch=given.batch, steps=given.steps, seeds=given.seeds,
+            recipe=dataclasses.asdict(machine) if drawn else digest(machine),
+            settings=dataclasses.asdict(settings),
         )  # fmt: skip
-        yield row, recipe, task, settings
+        yield row, machine, task, settings
 
 
-def key(row) -> tuple:
-    return tuple(str(row[name]) for name in (*COLUMNS[:-3], "seeds"))
+def machines(given):
+    """Recipes of every size, or the blocks of a language model."""
+    if given.machine not in MACHINES:
+        yield language_models()[given.machine]
+        return
+    parts = dict(residual=given.components != "attention", norm=given.components != "attention")
+    parts["hidden"] = given.hidden if given.components == "mlp" else 0
+    for layers, heads, width in itertools.product(given.layers, given.heads, given.widths):
+        yield ut.Recipe(given.machine, layers, heads, width, width, **parts)
+
+
+def key(row) -> str:
+    """All that a row's numbers depend on."""
+    return json.dumps([row[name] for name in ("task", "machine", "recipe", "settings", "seeds")])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=("dyck-1", "k-hop"))
-    parser.add_argument("machine", choices=("sparse", "random", "full"))
+    parser.add_argument("machine", choices=(*MACHINES, "trained", "shuffled", "initialised"))
     parser.add_argument("--components", choices=("attention", "norm", "mlp"), default="attention")
     parser.add_argument("--folder", type=Path, required=True)
-    for name, default in dict(pairs=30, letters=100, hops=16, hidden=256, steps=2000, batch=256,
-                              warmup=200, every=200, seeds=1).items():  # fmt: skip
+    for name, default in dict(pairs=30, letters=100, alphabet=4, hops=16, hidden=256, steps=2000,
+                              batch=256, warmup=200, every=200, seeds=1).items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, kind, values in (
         ("layers", int, [2]), ("heads", int, [2]), ("widths", int, [16]),
@@ -75,12 +94,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows = []
-    for row, recipe, task, settings in combinations(given):
-        path = given.folder / ("_".join(key(row)).replace(" ", "").replace("/", "-") + ".npz")
-        learnt = ut.train(recipe, task, settings, seeds=range(given.seeds), out=path, progress=tqdm)
+    for row, machine, task, settings in combinations(given):
+        name = hashlib.sha256(key(row).encode()).hexdigest()[:12]
+        path = given.folder / f"{given.task}_{given.machine}_{row['rate']:g}_{name}.npz"
+        seeds = range(given.seeds)
+        learnt = ut.train(machine, task, settings, seeds=seeds, out=path, progress=tqdm)
         curve = learnt.validation.mean(axis=1)
         row |= dict(best=float(curve.max()), last=float(curve[-1]), seconds=learnt.seconds)
-        row |= dict(recipe=dataclasses.asdict(recipe), settings=dataclasses.asdict(settings))
         row |= dict(evaluated=learnt.evaluated.tolist(), validation=learnt.validation.tolist())
         rows.append(row)
         print({name: row[name] for name in COLUMNS}, flush=True)

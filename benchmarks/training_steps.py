@@ -16,6 +16,7 @@ import numpy as np
 import universal as ut
 from benchmarks.rows import Case, Peer, row
 from universal import training
+from universal.evaluation import MACHINE, START, TRAIN, stream_of
 
 RECIPE = ut.Recipe("sparse", 2, 2, 16, 16)
 RATE, DECAY = 3e-3, 1e-3
@@ -59,7 +60,7 @@ def case(batch, pairs) -> Case:
     )
     flow = RECIPE.build(jax.random.key(0))
     start = training._starts(
-        training._stream((0,), training.START), task=task, width=flow.width,
+        stream_of((0,), START), task=task, width=flow.width,
         columns=RECIPE.out_width, scale=1.0, dtype=jnp.float32,
     )  # fmt: skip
     embedding = jax.tree.map(lambda table: table[0], start)
@@ -90,7 +91,7 @@ def case(batch, pairs) -> Case:
 
     # As in `ut.train`: several steps are one program.
     options = dict(settings=settings, axis=0)
-    flows = training._machines(training._stream((0,), training.MACHINE), machine=RECIPE)
+    flows = training._machines(stream_of((0,), MACHINE), machine=RECIPE)
     number = [0]
 
     def steps_of(task):
@@ -101,7 +102,7 @@ def case(batch, pairs) -> Case:
 
         def steps():
             number[0] += 1
-            keys = [training._stream((0,), training.TRAIN, number[0], k) for k in range(TOGETHER)]
+            keys = [stream_of((0,), TRAIN, number[0], k) for k in range(TOGETHER)]
             run[:], (value, _) = training._update(
                 *run, flows, jnp.stack(keys), task=task, **options
             )

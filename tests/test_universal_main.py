@@ -43,10 +43,20 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     assert np.isclose(cell["spread"], abs(shares[0] - shares[1]) / 2**0.5)
     assert cell["low"] <= min(shares) <= max(shares) <= cell["high"]
     assert not cell["claim"]
+    # Of these short strings many were drawn by the training.
+    unseen = cell["unseen"]
+    asked = sum(one["asked"] for one in unseen["test"])
+    assert asked / sum(one["draws"] for one in unseen["test"]) == unseen["share"] < 0.9
+    assert min(one["sequences"] for one in unseen["test"]) >= 16
+    assert np.isclose(unseen["mean"], np.mean([o["right"] / o["asked"] for o in unseen["test"]]))
+    assert f", unseen {100 * unseen['mean']:.1f} (100)" in first
+    assert "; unseen: on strings that the training did not draw" in first
     assert f"{100 * cell['mean']:.1f}* ± " in first
     assert "no claim" in first
     before = (tmp_path / "new" / "results.json").read_bytes()
-    assert command.main(given) == 0  # nothing is left to do
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "evaluate", None)
+        assert command.main(given) == 0  # nothing is left to do
     assert capsys.readouterr().out == first
     assert (tmp_path / "new" / "results.json").read_bytes() == before
     # Another cell joins the table, in the preset's order.
@@ -70,6 +80,19 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 2
     assert "is of preset 'medium', not 'tiny'; give another --out" in capsys.readouterr().err
     assert "medium" in results.read_text()
+    for change, message in (
+        (dict(mean="much"), "is no table of this command: Unknown format code"),
+        (dict(singular_values=[]), "is no table of this command: dyck-1-sparse-attention has no"),
+        (dict(validation=[0.5]), "is no table of this command: dyck-1-sparse-attention has no"),
+    ):
+        results.write_text(json.dumps(dict(preset="tiny", cells=[both[0] | change])))
+        assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 2
+        assert message in capsys.readouterr().err
+    for name in ("spread", "unseen", "evaluated", "seconds"):
+        less = {field: value for field, value in both[0].items() if field != name}
+        results.write_text(json.dumps(dict(preset="tiny", cells=[less])))
+        assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 2
+        assert f"is no table of this command: '{name}'" in capsys.readouterr().err
     results.write_text(kept)
     assert command.main([*given, "--seeds", "3"]) == 2
     assert "dyck-1-sparse-attention: " in (error := capsys.readouterr().err)
@@ -102,13 +125,21 @@ def test_a_folder_may_begin_with_a_tilde(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "results.json").exists()
 
 
+def test_every_preset_has_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["--preset", "tiny", "--only", "dyck-1-sparse"]) == 0
+    assert (tmp_path / "programs" / "tiny" / "results.json").exists()
+
+
 def test_a_claim_has_no_star():
     cell = dict(task="k-hop", components="attention only", machine="random", paper="30-40")
     cell |= dict(mean=0.351, spread=0.012, low=0.33, high=0.37, claim=True)
+    cell |= dict(unseen=dict(share=0.995, mean=0.1))  # so few that this says nothing
     lines = command.table(dict(cells=[cell])).splitlines()
     assert lines[0].split() == ["random"]
     assert lines[2].split("only")[1].strip() == "35.1 ± 1.2, 33.0..37.0 (30-40)"
     assert "no claim" not in lines[-1]
+    assert "unseen" not in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +256,11 @@ def test_pictures_show_their_arrays():
         axes = Figure().add_subplot()
         singular_values(axes, {"random": np.asarray([4.0, 2.0, 1.0])}, theme="dark")
         np.testing.assert_allclose(axes.lines[0].get_ydata(), [1, 0.5, 0.25])
+        many = {str(k): (steps, values) for k in range(5)}
+        with pytest.raises(ValueError, match="5 machines: a picture has 4 colours"):
+            accuracy_over_steps(axes, many, theme="dark", title="")
+        with pytest.raises(ValueError, match="5 machines: a picture has 4 colours"):
+            singular_values(axes, dict.fromkeys(many, np.ones(2)), theme="dark")
         figure = Figure()
         maps = np.random.default_rng(0).uniform(size=(2, 3, 4, 4))
         attention_maps(figure, maps, list("(()?"), theme="dark", title="Attention")

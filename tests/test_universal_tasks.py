@@ -150,6 +150,8 @@ def test_summaries_count():
         (lambda key: ut.k_hop_task(5, 0.5), "alphabet must be a positive integer, got 0.5"),
         (lambda key: ut.k_hop_task(5, 3, [0, 1]), r"hops must be two numbers.*got \[0, 1\]"),
         (lambda key: ut.k_hop_task(5, 3, (0, True)), "hops must be two numbers"),
+        (lambda key: ut.k_hop_task(hops=(0, 10**9)), "hops must be at most 1048576"),
+        (lambda key: ut.k_hop(key, 2, alphabet=2**31), "alphabet must be at most 1048576"),
         (lambda key: ut.summary(ut.dyck1_task(2), key, 0), "batch must be a positive integer"),
     ],
 )

@@ -5,6 +5,9 @@ import functools
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 
 import jax
@@ -17,7 +20,7 @@ from universal_cases import formula, relative
 
 import svflow as sv
 import universal as ut
-from universal import saved, training
+from universal import evaluation, saved, training
 from universal.bounds import random_target
 from universal.components import read_columns
 
@@ -187,14 +190,14 @@ def test_no_gradient_by_frozen_weights_is_computed():
 
 
 def test_frozen_weights_stay_and_the_rest_is_trained(whole):
-    drawn = training._machines(training._stream(SEEDS, training.MACHINE), machine=RECIPE)
+    drawn = training._machines(evaluation.stream_of(SEEDS, evaluation.MACHINE), machine=RECIPE)
     ours, drawn = jax.tree.leaves(whole.flow), jax.tree.leaves(drawn)
     assert len(ours) == len(drawn) == 5
     for a, b in zip(ours, drawn):
         assert np.array_equal(a, b)
         assert not np.array_equal(a[0], a[1])  # each seed has a machine of its own
     first = training._starts(
-        training._stream(SEEDS, training.START), task=TASK, width=RECIPE.width,
+        evaluation.stream_of(SEEDS, evaluation.START), task=TASK, width=RECIPE.width,
         columns=RECIPE.width, scale=1.0, dtype=whole.embedding.tokens.dtype,
     )  # fmt: skip
     for a, b in zip(first, whole.embedding):
@@ -210,6 +213,10 @@ def without(head, name):
     kept = json.loads(str(head))
     del kept[name]
     return np.asarray(json.dumps(kept))
+
+
+def changed(head, **fields):
+    return np.asarray(json.dumps(json.loads(str(head)) | fields))
 
 
 def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path):
@@ -262,6 +269,9 @@ def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path)
         (dict(run=np.asarray('{"settings": 1}')), "holds no run"),
         (dict(run=without(arrays["run"], "test")), "holds no run: KeyError"),
         (dict(run=without(arrays["run"], "seconds")), "holds no run: KeyError"),
+        (dict(run=changed(arrays["run"], test=[[1, 2, 2, 2, 2]])), "is not of shares of 2 progr"),
+        (dict(run=changed(arrays["run"], test=[[1, 0, 2, 2, 2]] * 2)), "holds no run: ZeroDiv"),
+        (dict(run=changed(arrays["run"], test=[[3, 2, 2, 2, 2]] * 2)), "is not of shares of 2"),
     ):
         np.savez(out, **arrays | change)
         with pytest.raises(ValueError, match=message):
@@ -294,32 +304,82 @@ def test_an_accuracy_counts_fresh_sequences(whole):
     found = [0, 0, 0, 0]
     embedding, flow = pick((whole.embedding, whole.flow), 1)
     for number in range(2):
-        key = training._stream(SEEDS, training.TEST, 0, number)[1]
+        key = evaluation.stream_of(SEEDS, evaluation.TEST, 0, number)[1]
         ids, labels, mask = TASK.draw(key, 7)
         each = fast(jax.vmap(ut.logits, in_axes=(None, None, 0)))(embedding, flow, ids)
         right = (np.argmax(np.asarray(each), axis=-1) == np.asarray(labels)) & np.asarray(mask)
         asked = np.asarray(mask).sum(axis=1)
         counts = right.sum(), asked.sum(), (asked > 0).sum(), (asked**2).sum()
         found = [a + int(b) for a, b in zip(found, counts)]
-    assert tuple(found) == tuple(whole.test[1])
+    assert (*found, 14) == tuple(whole.test[1])
     assert whole.test[1].value == found[0] / found[1]
     assert not whole.test[1].claim
-    assert ut.Accuracy(9000, 10_000, 10_000, 10_000).claim
+    assert ut.Accuracy(9000, 10_000, 10_000, 10_000, 10_000).claim
     # The same again, and of the first program alone on another's sequences.
     assert ut.evaluate(whole, TASK, sequences=14, batch=7) == whole.test
     other = ut.evaluate(whole, ut.k_hop_task(4, 3, (1, 1)), sequences=8, seeds=(4, 5))
     assert [one.sequences for one in other] == [8, 8]
     # Streams of training, evaluations and test, their steps and batches: all keys are different.
-    streams = (
-        training.TRAIN, training.VALIDATION, training.TEST, training.START, training.MACHINE
-    )  # fmt: skip
+    names = "TRAIN", "VALIDATION", "TEST", "START", "MACHINE"
+    streams = [getattr(evaluation, name) for name in names]
     keys = [
-        np.asarray(jax.random.key_data(training._stream((0, 1), stream, step, number))).tolist()
+        np.asarray(jax.random.key_data(evaluation.stream_of((0, 1), stream, step, number))).tolist()
         for stream in streams
         for step in (0, 1, 2)
         for number in (0, 1)
     ]
     assert len({tuple(key) for pair in keys for key in pair}) == 60
+
+
+@functools.cache
+def pairs(letters, *, padding=None, width=2):
+    """Two letters, and zeros up to a width; right is the first letter's parity."""
+
+    def draw(key, batch):
+        ids = jax.random.randint(key, (batch, 2), 1, letters, jnp.int32)
+        mask = jnp.arange(width) == jax.random.randint(key, (batch, 1), 0, 2)
+        ids = jnp.pad(ids, ((0, 0), (0, width - 2)))
+        return ut.Batch(ids, ids % 2, mask)
+
+    return ut.Task(f"pairs({letters})", draw, letters, width, 2, padding)
+
+
+def test_unseen_sequences_are_those_that_no_batch_of_training_had():
+    task = pairs(12)  # 121 strings, of which 120 draws have about 75
+    settings = ut.Settings(steps=12, batch=10, warmup=0, every=6, validation=8, test=8,
+                           stop_at=None)  # fmt: skip
+    flow = LinearFlow(draw(1, 1, 4, 4))
+    learnt = ut.train(flow, task, settings, seeds=(3, 11))
+    found = ut.evaluate(learnt, task, sequences=20, batch=6, unseen=True)
+    plain = ut.evaluate(learnt, task, sequences=20, batch=6)
+    assert [one.draws for one in plain] == [24, 24]
+    for place, seed in enumerate((3, 11)):
+        old = set()
+        for step in range(12):
+            key = evaluation.stream_of((3, 11), evaluation.TRAIN, step)[place]
+            old |= {tuple(row) for row in np.asarray(task.draw(key, 10).ids).tolist()}
+        assert len(evaluation.drawn(learnt, place)) == len(old) < 121
+        embedding, _ = learnt.program(place)
+        right = sequences = number = 0
+        while sequences < 20:
+            key = evaluation.stream_of((seed,), evaluation.TEST, 0, number)[0]
+            ids, labels, mask = map(np.asarray, task.draw(key, 6))
+            scores = np.asarray(jax.vmap(ut.logits, in_axes=(None, None, 0))(embedding, flow, ids))
+            for row in range(6):
+                if tuple(ids[row].tolist()) not in old:
+                    sequences += 1
+                    right += int((scores[row].argmax(-1) == labels[row])[mask[row]].sum())
+            number += 1
+        assert tuple(found[place]) == (right, sequences, sequences, sequences, 6 * number)
+    # Of few strings all were drawn. Another task's strings are compared without what fills them.
+    with pytest.raises(ValueError, match=r"pairs\(3\): of 402 draws 0 are .* seed 3 has not drawn"):
+        ut.evaluate(ut.train(flow, pairs(3), settings, seeds=(3, 11)), pairs(3), sequences=4,
+                    batch=3, unseen=True)  # fmt: skip
+    padded, longer = pairs(3, padding=0), pairs(3, padding=0, width=5)
+    learnt = ut.train(flow, padded._replace(tokens=2), settings, seeds=(3,))
+    rows = np.asarray(longer.draw(jax.random.key(0), 30).ids)
+    assert set(evaluation._digests(rows, longer)) == evaluation.drawn(learnt, 0)
+    assert not set(evaluation._digests(rows, pairs(3, width=5))) & evaluation.drawn(learnt, 0)
 
 
 def look(embedding, flow, key):
@@ -334,17 +394,17 @@ def look(embedding, flow, key):
 def test_training_and_validation_draw_from_streams_of_their_own(whole):
     """Their first numbers, again in NumPy: the mean is over tokens that are asked for."""
     first = training._starts(
-        training._stream(SEEDS, training.START), task=TASK, width=RECIPE.width,
+        evaluation.stream_of(SEEDS, evaluation.START), task=TASK, width=RECIPE.width,
         columns=RECIPE.width, scale=1.0, dtype=whole.embedding.tokens.dtype,
     )  # fmt: skip
     counts = []
     for place in range(2):
         embedding, flow = pick((first, whole.flow), place)
         embedding = ut.Embedding(*map(np.asarray, embedding))
-        value, *_ = look(embedding, flow, training._stream(SEEDS, training.TRAIN, 0)[place])
+        value, *_ = look(embedding, flow, evaluation.stream_of(SEEDS, evaluation.TRAIN, 0)[place])
         np.testing.assert_allclose(whole.losses[0, place], value, rtol=1e-13)
         batches = [
-            look(embedding, flow, training._stream(SEEDS, training.VALIDATION, 0, n)[place])
+            look(embedding, flow, evaluation.stream_of(SEEDS, evaluation.VALIDATION, 0, n)[place])
             for n in range(2)
         ]
         _, shares, answers = zip(*batches)
@@ -383,14 +443,14 @@ def test_an_accuracy_counts_more_than_int32_holds():
 
     long = ut.Task("long", draw, 2, 50_000, 2)
     tables = ut.Embedding(np.ones((1, 2, 2)), np.zeros((1, 50_000, 2)), np.eye(2)[None])
-    found = training._accuracies(
-        tables, LINEAR, long, (0,), 2, batch=2, stream=training.TEST, axis=None
+    found = evaluation.accuracies(
+        tables, LINEAR, long, (0,), 2, batch=2, stream=evaluation.TEST, axis=None
     )
-    assert found == (training.Accuracy(100_000, 100_000, 2, 2 * 50_000**2),)
+    assert found == (ut.Accuracy(100_000, 100_000, 2, 2 * 50_000**2, 2),)
 
 
 def test_an_interval_counts_sequences_by_their_weight():
-    alike = ut.Accuracy(2700, 3000, 1000, 9 * 1000)
+    alike = ut.Accuracy(2700, 3000, 1000, 9 * 1000, 1000)
     assert alike.interval == ut.wilson(0.9, 1000)
     # 50 sequences with 100 answers, 50 with one, each right or wrong as a whole: 95 % of intervals
     # hold .9, by simulation within three standard errors of 2000 draws.
@@ -399,7 +459,7 @@ def test_an_interval_counts_sequences_by_their_weight():
     held = 0
     for _ in range(2000):
         right = int(sizes[random.uniform(size=100) < 0.9].sum())
-        one = ut.Accuracy(right, int(sizes.sum()), 100, int((sizes**2).sum()))
+        one = ut.Accuracy(right, int(sizes.sum()), 100, int((sizes**2).sum()), 100)
         held += one.interval[0] <= 0.9 <= one.interval[1]
     assert abs(held / 2000 - 0.95) < 0.03  # and Wilson's own error at 52 trials
 
@@ -479,6 +539,23 @@ def test_a_narrow_flow_is_continued(tmp_path):
     assert (one.tokens != other.tokens).all()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holder:
+    array: object
+
+
+class Plain:
+    def __init__(self, number):
+        self.number = number
+
+    def values(self):
+        return self.number
+
+
+def adds(number):
+    return lambda x: x + number
+
+
 def test_a_flow_is_told_from_another_by_what_is_static(tmp_path):
     """Routings and switches are no arrays: machines without any would all be the same."""
     recipe = ut.Recipe("sparse", 2, 1, 2, 2)
@@ -504,6 +581,33 @@ def test_a_flow_is_told_from_another_by_what_is_static(tmp_path):
     text = saved._static(jax.tree.structure(flow))
     assert routing.sources.tobytes().hex() in text
     assert str(hash(routing)) not in text
+    for one, other in (
+        (frozenset("abcdef"), frozenset("abcdeg")),
+        (Holder(np.arange(2000.0)), Holder(np.arange(2000.0) + (np.arange(2000) == 1000))),
+        (Holder(jnp.arange(3)), Holder(jnp.arange(4))),
+        (lambda x: x + 1, lambda x: x + 2),
+        (lambda x: x + 1, lambda x: x - 1),
+        (adds(1), adds(2)),
+        (functools.partial(adds, 1), functools.partial(adds, 2)),
+        (Plain(1).values, Plain(2).values),
+        (np.asarray([{"a"}], object), np.asarray([{"b"}], object)),
+    ):
+        assert saved._static(one) != saved._static(other)
+    assert saved._static(adds(1)) == saved._static(adds(1))
+    endless = Plain(1)
+    endless.itself = endless
+    assert "above" in saved._static(endless)
+    # The order of a set of strings is another in every process.
+    text = 'print(saved._static((frozenset("abcdefgh"), lambda x: x in {"a", "b", "c"})))'
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", f"from universal import saved; {text}"],
+            env=os.environ | dict(PYTHONHASHSEED=str(seed), JAX_PLATFORMS="cpu"),
+            capture_output=True, check=True, text=True,
+        ).stdout
+        for seed in (1, 2)
+    }  # fmt: skip
+    assert len(said) == 1
     task, out = ut.dyck1_task(2), tmp_path / "run.npz"
     ut.train(flow, task, SHORT, out=out)
     with pytest.raises(ValueError, match=r"made with machine\.static = "):
@@ -572,9 +676,11 @@ def test_what_goes_wrong_says_so(tmp_path, whole):
     out.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"holds no run: .*encrypted"):
         ut.train(LINEAR, custom("copy"), SHORT, out=out)
-    pending = [(np.ones((1, 2)), np.asarray([[3, 3]])), (np.zeros((1, 2)), np.asarray([[3, 0]]))]
+    count = np.zeros((2, 1, 2, 3), int)
+    count[..., 0] = [[[3, 3]], [[3, 0]]]
+    pending = list(zip(np.ones((2, 1, 2)), count))
     with pytest.raises(ValueError, match=r"step 11, seed 8: no token .* its mask is empty"):
-        training._losses(pending, 10, (7, 8))
+        training._losses(pending, 10, (7, 8), TASK)
     for call, message in (
         (lambda: ut.train(object(), TASK), "machine must be a Recipe or an svflow.Flow"),
         (lambda: ut.train(RECIPE, "dyck1"), "task must be a Task, such as dyck1_task"),
@@ -584,6 +690,10 @@ def test_what_goes_wrong_says_so(tmp_path, whole):
         (lambda: ut.train(RECIPE, TASK, seeds=(-1,)), "seeds must be different integers"),
         (lambda: ut.train(RECIPE, TASK, seeds=3), "seeds must be different integers.*got 3"),
         (lambda: ut.train(RECIPE, TASK, seeds=(True,)), "seeds must be different integers"),
+        (lambda: ut.train(RECIPE, TASK, seeds=jnp.zeros(2)), "seeds must be different integers"),
+        (lambda: ut.train(RECIPE, TASK, seeds=np.int64(3)), "seeds must be different integers"),
+        (lambda: ut.solved(TABLES, TASK), "learnt must be what train returns, got Embedding"),
+        (lambda: ut.solved(whole, ut.k_hop_task(6, 3)), r"needs 20 ids, but the tables have"),
         (lambda: ut.evaluate(TABLES, TASK), "learnt must be what train returns, got Embedding"),
         (lambda: ut.evaluate(whole, "dyck1"), "task must be a Task"),
         (lambda: ut.evaluate(whole, TASK, seeds=(0,)), "1 seeds for 2 programs"),

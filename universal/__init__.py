@@ -31,6 +31,7 @@ Shapes are single-example; batches are `jax.vmap`.
 Source: Andoni, Hsu and Liu, "Fixed Universal Transformers", arXiv 2605.31423.
 """
 
+from universal.accuracy import Accuracy, wilson
 from universal.bounds import (
     PathRank,
     Phase,
@@ -45,6 +46,7 @@ from universal.components import (
     Blocks,
     Recipe,
 )
+from universal.evaluation import evaluate
 from universal.interpret import (
     Matching,
     Register,
@@ -52,6 +54,7 @@ from universal.interpret import (
     register_table,
     registers,
 )
+from universal.learnt import Embedding, Trained, logits
 from universal.maps import Routing
 from universal.paths import Slot
 from universal.program import Solution, program, solve
@@ -79,16 +82,7 @@ from universal.tasks import (
     k_hop_task,
     summary,
 )
-from universal.training import (
-    Accuracy,
-    Embedding,
-    Settings,
-    Trained,
-    evaluate,
-    logits,
-    train,
-    wilson,
-)
+from universal.training import Settings, train
 from universal.transformer import AttentionTransformer, attention_matrices, run
 
 __all__ = [

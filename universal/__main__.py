@@ -21,11 +21,14 @@ from tqdm import tqdm
 
 from svflow.plotting import style
 from svflow.resumable import replaced
+from universal.accuracy import Accuracy
 from universal.components import Recipe
+from universal.evaluation import evaluate
+from universal.learnt import Trained
 from universal.presets import PAPER, PRESETS, Cell
 from universal.saved import digest
 from universal.solved import singular_values_of, solved
-from universal.training import Trained, train
+from universal.training import train
 from universal.training_plot import accuracy_over_steps, attention_maps, singular_values
 
 
@@ -58,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out",
-        default=Path("programs"),
+        metavar="FOLDER",
         type=lambda path: Path(path).expanduser(),
-        help="folder of results and of what a killed run continues from (default: programs)",
+        help="of results and of what a killed run continues from (default: programs/PRESET)",
     )
     parser.add_argument(
         "--only",
@@ -84,34 +87,37 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
     if not cells:
         names = ", ".join(cell.name for cell in preset.cells)
         raise ValueError(f"no cell's name contains {arguments.only!r}: there are {names}")
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise ValueError(f"{arguments.out} is a file, not a folder")
+    out = arguments.out or Path("programs") / arguments.preset
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, not a folder")
     seeds = range(preset.seeds if arguments.seeds is None else arguments.seeds)
     run = dict(
         command=shlex.join(["python", "-m", "universal", *given]),
         jax=jax.__version__,
         device=jax.devices()[0].device_kind,
     )
-    results = arguments.out / "results.json"
+    results = out / "results.json"
     doc = _kept(results, arguments.preset, preset.cells)
     drawn = ["accuracy.png", "singular_values.png"]
     for cell in cells:
         bar = functools.partial(tqdm, desc=cell.name, delay=2, leave=False, disable=None)
-        path = arguments.out / f"{cell.name}.npz"
+        path = out / f"{cell.name}.npz"
         try:
             learnt = train(
                 cell.recipe, cell.sequences, cell.settings, seeds=seeds, out=path, progress=bar
             )
+            before = next((one for one in doc["cells"] if one["name"] == cell.name), None)
+            now = run | entry(cell, learnt, before)
         except (ValueError, FloatingPointError) as error:
             raise type(error)(f"{cell.name}: {error}") from error
-        with FileLock(arguments.out / ".results.json.lock"):  # other runs add cells of their own
+        with FileLock(out / ".results.json.lock"):  # other runs add cells of their own
             doc = _kept(results, arguments.preset, preset.cells)
-            kept = {one["name"]: one for one in [*doc["cells"], run | entry(cell, learnt)]}
+            kept = {one["name"]: one for one in [*doc["cells"], now]}
             doc["cells"] = [kept[one.name] for one in preset.cells if one.name in kept]
             with replaced(results) as file:
                 file.write((json.dumps(doc, indent=1) + "\n").encode())
-            pictures(doc["cells"], arguments.out)
-        drawn += attention_picture(cell, learnt, arguments.out)
+            pictures(doc["cells"], out)
+        drawn += attention_picture(cell, learnt, out)
     print(table(doc))
     print(f"\n{results}, a file of each cell, {', '.join(drawn)}")
 
@@ -130,11 +136,23 @@ def _kept(path: Path, preset: str, cells: Sequence[Cell]) -> dict[str, Any]:
         other = before["preset"]
         known = [one for one in before["cells"] if one["name"] in asked]
         doc["cells"] = [one for one in known if one | asked[one["name"]] == one]
+        for one in doc["cells"]:
+            _check_kept(one)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of this command: {error}") from error
     if other != preset:
         raise ValueError(f"{path} is of preset {other!r}, not {preset!r}; give another --out")
     return doc
+
+
+def _check_kept(cell: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where a table or a picture would fail on a cell."""
+    _shown(cell)
+    for name in ("claim", "command", "seconds", "test", "unseen"):
+        cell[name]
+    curves = np.asarray(cell["validation"], float).shape
+    if curves != (len(cell["evaluated"]), len(cell["seeds"])) or not cell["singular_values"]:
+        raise ValueError(f"{cell['name']} has no curves")
 
 
 def _asked(cell: Cell) -> dict[str, Any]:
@@ -152,24 +170,44 @@ def _asked(cell: Cell) -> dict[str, Any]:
     )
 
 
-def entry(cell: Cell, learnt: Trained) -> dict[str, Any]:
-    """What JSON keeps of a cell."""
-    shares = np.asarray([one.value for one in learnt.test])
+def entry(cell: Cell, learnt: Trained, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What JSON keeps of a cell; `before` is what it has kept of it, if anything."""
+    test = _judged(learnt.test)
+    if before is not None and before["test"] == test["test"]:  # nothing is drawn again
+        unseen = before["unseen"]
+    else:
+        found = evaluate(
+            learnt, cell.sequences, sequences=cell.settings.test, batch=cell.settings.batch,
+            unseen=True,
+        )  # fmt: skip
+        unseen = dict(
+            _judged(found),
+            share=sum(one.sequences for one in found) / sum(one.draws for one in found),
+        )
     return _asked(cell) | dict(
         seeds=learnt.settings["seeds"],
         paper=PAPER.get((cell.task, cell.components, cell.machine)),
-        mean=float(shares.mean()),
-        spread=float(shares.std(ddof=1)) if len(shares) > 1 else None,
-        low=min(one.interval[0] for one in learnt.test),
-        high=max(one.interval[1] for one in learnt.test),
-        claim=all(one.claim for one in learnt.test),
-        test=[dict(one._asdict(), interval=one.interval) for one in learnt.test],
+        **test,
+        unseen=unseen,
         steps=len(learnt.losses),
         seconds=learnt.seconds,
         evaluated=learnt.evaluated.tolist(),
         validation=learnt.validation.tolist(),
         last_loss=learnt.losses[-1].tolist(),
         singular_values=singular_values_of(learnt).tolist(),
+    )
+
+
+def _judged(test: Sequence[Accuracy]) -> dict[str, Any]:
+    """Mean and spread over seeds, and the ends of their intervals."""
+    shares = np.asarray([one.value for one in test])
+    return dict(
+        mean=float(shares.mean()),
+        spread=float(shares.std(ddof=1)) if len(shares) > 1 else None,
+        low=min(one.interval[0] for one in test),
+        high=max(one.interval[1] for one in test),
+        claim=all(one.claim for one in test),
+        test=[dict(one._asdict(), interval=[*one.interval]) for one in test],
     )
 
 
@@ -187,6 +225,8 @@ def table(doc: dict[str, Any]) -> str:
         "accuracy in %, mean ± sd over seeds on fresh sequences; from the lowest to the highest "
         "end of the seeds' 95 % intervals (Wilson)"
     )
+    if any(map(_few_unseen, doc["cells"])):
+        note += "; unseen: on strings that the training did not draw, where it drew over 1 %"
     if any(c["paper"] for c in doc["cells"]):
         note += "; (paper's number, at its own sizes)"
     if not all(c["claim"] for c in doc["cells"]):
@@ -201,7 +241,13 @@ def _shown(cell: dict[str, Any] | None) -> str:
     paper = "" if cell["paper"] is None else f" ({cell['paper']})"
     star = "" if cell["claim"] else "*"
     interval = f"{100 * cell['low']:.1f}..{100 * cell['high']:.1f}"
-    return f"{100 * cell['mean']:.1f}{star}{spread}, {interval}{paper}"
+    unseen = f", unseen {100 * cell['unseen']['mean']:.1f}" if _few_unseen(cell) else ""
+    return f"{100 * cell['mean']:.1f}{star}{spread}, {interval}{unseen}{paper}"
+
+
+def _few_unseen(cell: dict[str, Any]) -> bool:
+    """Whether the training drew so many of the test's strings that this should be said."""
+    return "unseen" in cell and cell["unseen"]["share"] < 0.99
 
 
 def pictures(cells: Sequence[dict[str, Any]], folder: Path) -> None:

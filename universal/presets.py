@@ -135,21 +135,25 @@ def _paper() -> Preset:
     return Preset(_table(dyck, hop, 1024), 4)
 
 
-def _reprogram() -> Preset:
-    """The embedded language model's blocks, trained, shuffled and as initialised."""
+def language_models() -> dict[str, sv.Flow]:
+    """The blocks of the embedded language model: trained, each array shuffled, as initialised."""
     record, path = sv.data.training_record(), sv.data.default_model_path()
     trained = sv.load(path)
     untrained = sv.Transformer(trained.config, rngs=nnx.Rngs(record["init_seed"]))
-    models = dict(
-        trained=trained, shuffled=shuffled(jax.random.key(0), trained), initialised=untrained
-    )
+    mixed = shuffled(jax.random.key(0), trained)
+    return dict(trained=trained.flow, shuffled=mixed.flow, initialised=untrained.flow)
+
+
+def _reprogram() -> Preset:
+    """The embedded language model's blocks, trained, shuffled and as initialised."""
     settings = Settings(
         steps=1500, batch=64, learning_rate=3e-3, warmup=100, every=100, validation=512
     )
+    models = language_models()
     cells = [
-        Cell(name, BLOCKS, machine, task, model.flow, settings)
+        Cell(name, BLOCKS, machine, task, flow, settings)
         for name, task in (("Dyck-1", dyck1_task(8)), ("k-hop", k_hop_task(20, 3, (0, 2))))
-        for machine, model in models.items()
+        for machine, flow in models.items()
     ]
     return Preset(tuple(cells), 2)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
+import types
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -93,18 +96,44 @@ def digest(flow: Flow) -> dict[str, Any]:
     )
 
 
-def _static(value: Any) -> str:
-    """As text, the same in every process: hashes and addresses are not."""
+def _static(value: Any, above: tuple[int, ...] = ()) -> str:
+    """As text, the same in every process: hashes and addresses are not, nor is the order of a set.
+
+    `above`: the ids of what it is within, for objects that hold themselves.
+    """
+    if id(value) in above:
+        return f"{above.index(id(value))} above"
+    text = functools.partial(_static, above=(*above, id(value)))
+    name = type(value).__qualname__
     if isinstance(value, jax.tree_util.PyTreeDef):
-        return f"{_static(value.node_data())}[{','.join(map(_static, value.children()))}]"
+        return f"{text(value.node_data())}[{','.join(map(text, value.children()))}]"
     if isinstance(value, Routing):
-        return f"{_static(value.sources)} of {value.width}"
-    if isinstance(value, np.ndarray):
-        return f"{value.shape}{value.dtype}{value.tobytes().hex()}"
+        return f"{text(value.sources)} of {value.width}"
+    if isinstance(value, np.ndarray | jax.Array):
+        array = np.asarray(value)
+        held = text(array.tolist()) if array.dtype == object else array.tobytes().hex()
+        return f"{array.shape}{array.dtype}{held}"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{_static(name)}:{_static(of)}' for name, of in value.items())}}}"
+        return f"{name}{{{','.join(f'{text(key)}:{text(of)}' for key, of in value.items())}}}"
     if isinstance(value, tuple | list):
-        return f"({','.join(map(_static, value))})"
+        return f"({','.join(map(text, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{name}{{{','.join(sorted(map(text, value)))}}}"
+    if isinstance(value, functools.partial):
+        return f"{name}{text((value.func, value.args, value.keywords))}"
+    if isinstance(value, types.MethodType):
+        return f"{text(value.__func__)} of {text(value.__self__)}"
+    if isinstance(value, types.FunctionType):
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        bound = value.__code__, cells, value.__defaults__, value.__kwdefaults__
+        return f"{value.__module__}.{value.__qualname__}{text(bound)}"
+    if isinstance(value, types.CodeType):
+        return f"{value.co_code.hex()}{text((value.co_consts, value.co_names))}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return f"{name}{text(tuple(fields))}"
+    if type(value).__repr__ is object.__repr__:
+        return f"{name}{text(getattr(value, '__dict__', {}))}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

@@ -14,8 +14,9 @@ from jaxtyping import Float, Int
 
 from svflow.integers import positive
 from universal.components import Blocks
+from universal.evaluation import check_fits
+from universal.learnt import Trained, embedded, logits
 from universal.tasks import Task
-from universal.training import Trained, embedded, logits
 
 
 class Solved(NamedTuple):
@@ -57,8 +58,11 @@ def solved(
         seed: of the draw.
 
     Raises:
-        ValueError: a machine that has no attention matrices, or that sees both sides of a token.
+        ValueError: what is not `Trained` or no task; a task that does not fit the tables; a machine
+            that has no attention matrices, or that sees both sides of a token; numbers that are not
+            positive integers.
     """
+    check_fits(learnt, task)
     place = learnt.best
     embedding, flow = learnt.program(place)
     if not isinstance(flow, Blocks):

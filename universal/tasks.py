@@ -20,6 +20,8 @@ PAD, OPEN, CLOSE, ASK = range(4)
 """The ids of `dyck1`."""
 MUTATIONS = 10
 """The most swaps, and the most flips, of one sequence of `dyck1`."""
+SYMBOLS = 2**20
+"""The most letters, and the most hops, of `k_hop`: each is a row of a table."""
 
 
 class Batch(NamedTuple):
@@ -222,6 +224,8 @@ def k_hop(
 def _letters(alphabet) -> int:
     if positive("alphabet", alphabet) < 2:
         raise ValueError("alphabet must be at least 2: the string repeats no letter right away")
+    if alphabet > SYMBOLS:
+        raise ValueError(f"alphabet must be at most {SYMBOLS}, got {alphabet}")
     return int(alphabet)
 
 
@@ -229,6 +233,8 @@ def _hops(hops) -> tuple[int, int]:
     pair = isinstance(hops, tuple) and len(hops) == 2 and all(is_integer(k, 0) for k in hops)
     if not pair or hops[0] > hops[1]:
         raise ValueError(f"hops must be two numbers, (the least, the largest k), got {hops!r}")
+    if hops[1] > SYMBOLS:
+        raise ValueError(f"hops must be at most {SYMBOLS}, got {hops!r}")
     return int(hops[0]), int(hops[1])
 
 
@@ -289,3 +295,32 @@ def summary(task: Task, key: Array, batch: int = 10_000) -> Summary:
         np.bincount(lengths, minlength=task.tokens + 1) / batch,
         np.bincount(asked, minlength=task.tokens + 1) / batch,
     )
+
+
+def check_task(task) -> None:
+    """Raises ValueError for what is no task, and where its batches are not what it says."""
+    if not isinstance(task, Task):
+        raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
+    if not isinstance(task.name, str):
+        raise ValueError(f"a task's name must be a str, got {task.name!r}")
+    try:
+        hash(task)
+    except TypeError as error:
+        raise ValueError(f"{task.name} has a field that cannot be hashed: {error}") from error
+    for name in ("vocab", "tokens", "classes"):
+        positive(f"{task.name}: {name}", getattr(task, name))
+    if not callable(task.draw):
+        raise ValueError(f"{task.name}: draw must be a function of (key, batch), got {task.draw!r}")
+    drawn = jax.eval_shape(lambda key: task.draw(key, 2), jax.random.key(0))
+    if not isinstance(drawn, Batch):
+        raise ValueError(f"{task.name} draws a {type(drawn).__name__}, not a Batch")
+    shapes = [part.shape for part in drawn]
+    if shapes != [(2, task.tokens)] * 3:
+        raise ValueError(
+            f"{task.name} draws ids, labels and a mask of {shapes} for a batch of 2, not of "
+            f"{(2, task.tokens)}"
+        )
+    types = [part.dtype for part in drawn]
+    for name, dtype, kind in zip(Batch._fields, types, (jnp.integer, jnp.integer, jnp.bool_)):
+        if not jnp.issubdtype(dtype, kind):
+            raise ValueError(f"{task.name} draws {name} of {dtype}, not of {kind.__name__}")

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,32 +23,30 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from svflow import Flow, ScanAdjoint, simulate
+from svflow import Flow
 from svflow.dtypes import at_least_float32
 from svflow.flow import check_flow
-from svflow.integers import is_integer, positive
+from svflow.integers import positive
 from svflow.sharding import gathered, over_data
+from universal.accuracy import CLAIM, Accuracy
 from universal.bounds import QUICK
-from universal.components import Blocks, Recipe, read_columns, reader
+from universal.components import Recipe, read_columns
 from universal.devices import spread
+from universal.evaluation import (
+    MACHINE,
+    START,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    accuracies,
+    check_ids,
+    check_seeds,
+    outside,
+    stream_of,
+)
+from universal.learnt import Embedding, Trained, floating, logits
 from universal.saved import DAMAGED, digest, saving
-from universal.tasks import Batch, Task
-
-CLAIM = 10_000
-"""The least number of fresh sequences that an accuracy is claimed from."""
-TRAIN, VALIDATION, TEST, START, MACHINE = range(5)  # Streams of keys of one seed.
-
-
-class Embedding(NamedTuple):
-    """What is learnt: x_i = tokens[id_i] + positions[i], and the output U.
-
-    Arguments:
-        tokens: (vocab, width); positions: (tokens, width); unembed: (width, classes).
-    """
-
-    tokens: Float[Array, "vocab width"]
-    positions: Float[Array, "tokens width"]
-    unembed: Float[Array, "width classes"]
+from universal.tasks import Batch, Task, check_task
 
 
 @dataclass(frozen=True)
@@ -121,167 +119,17 @@ class Settings:
         )
 
 
-class Accuracy(NamedTuple):
-    """Right answers among fresh sequences.
-
-    Arguments:
-        right, asked: tokens.
-        sequences: those with a token that is asked for.
-        squares: the sum over sequences of the squared number of tokens that are asked for.
-    """
-
-    right: int
-    asked: int
-    sequences: int
-    squares: int
-
-    @property
-    def value(self) -> float:
-        """right / asked."""
-        return self.right / self.asked
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Of 95 %: Wilson's, as if all answers in one sequence were right or wrong together.
-
-        The share's variance is then that of (sum_i m_i)^2 / sum_i m_i^2 independent trials, m_i
-        answers in sequence i: as many as there are sequences where all ask for the same number.
-
-        Source: L. Kish, "Survey Sampling", 1965, on clusters.
-        """
-        return wilson(self.value, self.asked**2 // self.squares)
-
-    @property
-    def claim(self) -> bool:
-        """Whether there are enough sequences."""
-        return self.sequences >= CLAIM
-
-
-class Trained(NamedTuple):
-    """Programs that were learnt, one per seed.
-
-    Arguments:
-        embedding: what was learnt, with a leading axis of seeds.
-        flow: the machine, with a leading axis of seeds on its arrays; of a `Flow` that was given
-            and frozen, that flow.
-        test: the accuracy on fresh sequences at the end, one per seed.
-        losses: (steps, seeds) of the steps that were taken.
-        evaluated: (evaluations,) after how many steps they were made, 0 the first.
-        validation: (evaluations, seeds) their accuracies.
-        seconds: what training took, over all runs that it was continued in.
-        settings: what `train` was asked.
-    """
-
-    embedding: Embedding
-    flow: Flow
-    test: tuple[Accuracy, ...]
-    losses: Float[np.ndarray, "steps seeds"]
-    evaluated: Int[np.ndarray, " evaluations"]
-    validation: Float[np.ndarray, "evaluations seeds"]
-    seconds: float
-    settings: dict[str, Any]
-
-    @property
-    def shared(self) -> bool:
-        """Whether the flow is one that was given, which all seeds share."""
-        return "arrays" in self.settings["machine"]
-
-    @property
-    def best(self) -> int:
-        """The place of the most accurate program."""
-        return int(np.argmax([one.value for one in self.test]))
-
-    def program(self, place: int) -> tuple[Embedding, Flow]:
-        """One of the programs and its machine, what `logits` takes; its axes are without seeds.
-
-        Raises:
-            ValueError: a place that is not one of 0 .. seeds - 1.
-        """
-        if not is_integer(place, 0, len(self.test) - 1):
-            raise ValueError(f"place must be one of 0 .. {len(self.test) - 1}, got {place!r}")
-        embedding = jax.tree.map(lambda table: table[place], self.embedding)
-        if self.shared:
-            return embedding, self.flow
-        return embedding, jax.tree.map(lambda array: array[place], self.flow)
-
-
 def _real(value: Any) -> float:
     """As a float; nan, which no bound lets through, for what is no real number."""
     real = isinstance(value, int | float | np.integer | np.floating)
     return float(value) if real and not isinstance(value, bool) else math.nan
 
 
-def wilson(share: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share of right answers.
-
-    Raises:
-        ValueError: a share outside 0 .. 1, or a number of trials that is not positive.
-
-    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
-    1927.
-    """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must be within 0 .. 1, got {share!r}")
-    trials = positive("trials", trials)
-    middle = share + z**2 / (2 * trials)
-    half = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
-    total = 1 + z**2 / trials
-    return max(0.0, (middle - half) / total), min(1.0, (middle + half) / total)
-
-
-def embedded(embedding: Embedding, ids: Int[Array, " tokens"]) -> Float[Array, "tokens width"]:
-    """The state that enters the first layer.
-
-    Raises:
-        ValueError: more ids than the tables have places.
-    """
-    if ids.shape[0] > embedding.positions.shape[0]:
-        raise ValueError(
-            f"{ids.shape[0]} ids, but the tables have {embedding.positions.shape[0]} places"
-        )
-    with jax.default_matmul_precision("highest"):
-        # As a product: the derivative of a gather is a scatter, which is slow on every device.
-        one_hot = jax.nn.one_hot(ids, embedding.tokens.shape[0], dtype=embedding.tokens.dtype)
-        return one_hot @ embedding.tokens + embedding.positions[: ids.shape[0]]
-
-
-def logits(
-    embedding: Embedding, flow: Flow, ids: Int[Array, " tokens"]
-) -> Float[Array, "tokens classes"]:
-    """The output of every token of one sequence, simulated from its embedding.
-
-    Arguments:
-        embedding, flow: of one seed.
-        ids: at most as many as the tables have places; one that the table of tokens has not is a
-            row of zeros.
-
-    Raises:
-        ValueError: more ids than places.
-    """
-    x = embedded(embedding, ids)
-    x = x.astype(_floating(flow) or x.dtype)
-    if isinstance(flow, Blocks) and flow.routed:
-        # Layers of routings are programs of their own: known ones, so that none is chosen at run
-        # time.
-        for layer in range(flow.depth):
-            x = flow.step(layer, x)
-    else:
-        adjoint = ScanAdjoint(checkpoint=False)
-        x = simulate(flow, x, ts=[float(flow.depth)], adjoint=adjoint).xs[-1]
-    with jax.default_matmul_precision("highest"):
-        return reader(flow)(x).astype(embedding.unembed.dtype) @ embedding.unembed
-
-
-def _floating(flow: Any) -> Any:
-    """The type of a flow's weights; None where there are none."""
-    types = (leaf.dtype for leaf in jax.tree.leaves(flow))
-    return next((dtype for dtype in types if jnp.issubdtype(dtype, jnp.floating)), None)
-
-
 def loss(embedding: Embedding, flow: Flow, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """The mean cross-entropy in nats of the tokens that are asked for, and how many there are."""
     found = jax.vmap(functools.partial(logits, embedding, flow))(batch.ids)
-    each = optax.softmax_cross_entropy_with_integer_labels(found, batch.labels)
+    labels = jnp.where(batch.mask, batch.labels, 0)  # elsewhere they may be no class
+    each = optax.softmax_cross_entropy_with_integer_labels(found, labels)
     asked = jnp.sum(batch.mask, dtype=jnp.int32)
     total = jnp.sum(jnp.where(batch.mask, each, 0))
     return total / jnp.maximum(asked, 1).astype(total.dtype), asked
@@ -303,6 +151,8 @@ def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axi
     """Steps of every seed, keys (steps, seeds), each on a batch that depends on its key alone.
 
     Several in one program share their memory: fresh pages would take a third of each step's time.
+    Returns what is trained, its state, and of each step and seed the loss and three counts: tokens
+    that are asked for, ids and labels that are none of the task's.
     """
 
     def one(trained, state, frozen, key):
@@ -312,121 +162,15 @@ def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axi
         with jax.numpy_dtype_promotion("standard"):  # which optax counts on
             updates, state = settings.optimizer.update(gradient, state, trained)
             trained = optax.apply_updates(trained, updates)
-        return trained, state, value, asked
+        strange = [jnp.sum(part, dtype=jnp.int32) for part in outside(task, batch)]
+        return trained, state, value, jnp.stack([asked, *strange])
 
     def step(carry, keys):
         each = jax.vmap(one, in_axes=(0, 0, axis, 0))
-        trained, state, value, asked = each(carry[0], carry[1], frozen, keys)
-        return (trained, state), (value, asked)
+        trained, state, value, counts = each(carry[0], carry[1], frozen, keys)
+        return (trained, state), (value, counts)
 
     return jax.lax.scan(step, (trained, state), keys)
-
-
-@functools.partial(jax.jit, static_argnames=("task", "count", "axis"))
-def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
-    """(5, seeds, count) of each sequence: tokens that are right, asked for, ids and labels that are
-    none, and answers that are not finite."""
-
-    def one(embedding, flow, key):
-        ids, labels, mask = map(over_data, task.draw(key, count))
-        scores = jax.vmap(functools.partial(logits, embedding, flow))(ids)
-        counted = (
-            (jnp.argmax(scores, axis=-1).astype(labels.dtype) == labels) & mask,
-            mask,
-            (ids < 0) | (ids >= task.vocab),
-            mask & ((labels < 0) | (labels >= task.classes)),
-            mask & ~jnp.all(jnp.isfinite(scores), axis=-1),
-        )
-        return jnp.stack([jnp.sum(part, axis=1, dtype=jnp.int32) for part in counted])
-
-    return jax.vmap(one, in_axes=(0, axis, 0), out_axes=1)(embedding, flow, keys)
-
-
-@jax.jit
-def _keys(seeds: Int[Array, " seeds"], path: Int[Array, " path"]) -> Array:
-    """A key of every seed, at the end of a path of numbers that begins with the stream."""
-
-    def one(seed):
-        return jax.lax.fori_loop(
-            0, path.shape[0], lambda k, key: jax.random.fold_in(key, path[k]), jax.random.key(seed)
-        )
-
-    return jax.vmap(one)(seeds)
-
-
-def _stream(seeds: Sequence[int], stream: int, step: int = 0, number: int = 0) -> Array:
-    return _keys(np.asarray(seeds, np.uint32), np.asarray([stream, step, number], np.uint32))
-
-
-def evaluate(
-    learnt: Trained,
-    task: Task,
-    *,
-    sequences: int = CLAIM,
-    batch: int = 256,
-    seeds: Sequence[int] | None = None,
-) -> tuple[Accuracy, ...]:
-    """The accuracies of learnt programs on fresh draws, one per program.
-
-    The draws are of keys that no training has used. Where a task has few strings, as Dyck-1 of few
-    pairs, many of them are strings that the training has seen.
-
-    Arguments:
-        learnt: of `train`.
-        task: it may be another than that of the training, with ids that the tables have.
-        sequences: at least so many, whole batches.
-        batch: how many of them at a time.
-        seeds: of the sequences, one for each program; by default those of the training, whose own
-            last test, in batches of `Settings.batch`, was of the same sequences.
-
-    Raises:
-        ValueError: what is not `Trained` or no task; a task that does not fit the tables, or that
-            asks for nothing; numbers that are not positive integers; seeds that are not different
-            integers, one for each program.
-    """
-    if not isinstance(learnt, Trained):
-        raise ValueError(f"learnt must be what train returns, got {type(learnt).__name__}")
-    _check_task(task)
-    own = learnt.settings["seeds"]
-    chosen = _check_seeds(own if seeds is None else seeds)
-    if len(chosen) != len(own):
-        raise ValueError(f"{len(chosen)} seeds for {len(own)} programs")
-    return _accuracies(
-        learnt.embedding, learnt.flow, task, chosen, positive("sequences", sequences),
-        batch=positive("batch", batch), stream=TEST, axis=None if learnt.shared else 0,
-    )  # fmt: skip
-
-
-def _accuracies(
-    embedding, flow, task: Task, seeds: Sequence[int], sequences: int, *, batch: int, stream: int,
-    step: int = 0, axis: int | None,
-) -> tuple[Accuracy, ...]:  # fmt: skip
-    """On the sequences of a step of a stream; `axis` is that of the seeds in the flow's arrays."""
-    sizes = embedding.tokens.shape[-2], embedding.positions.shape[-2], embedding.unembed.shape[-1]
-    for name, has, needs in zip(
-        ("ids", "tokens", "classes"), sizes, (task.vocab, task.tokens, task.classes)
-    ):
-        if has < needs:
-            raise ValueError(f"{task.name} needs {needs} {name}, but the tables have {has}")
-    size = min(batch, sequences)
-    total, shape = np.zeros((5, len(seeds)), np.int64), np.zeros((2, len(seeds)), np.int64)
-    for number in range(-(-sequences // size)):
-        keys = _stream(seeds, stream, step, number)
-        counts = _answers(embedding, flow, keys, task=task, count=size, axis=axis)
-        each = gathered(counts).astype(np.int64)  # squares of what int32 holds need more
-        total += each.sum(axis=-1)
-        shape += np.stack([np.sum(each[1] > 0, axis=-1), np.sum(each[1] ** 2, axis=-1)])
-    for name, outside, count in (
-        ("ids", total[2], task.vocab), ("labels", total[3], task.classes)
-    ):  # fmt: skip
-        if outside.any():
-            raise ValueError(f"{task.name} draws {name} that are not within 0 .. {count - 1}")
-    if not total[1].all():
-        raise ValueError(f"{task.name} asks for no token: all masks are empty")
-    if total[4].any():
-        seed = seeds[int(np.argmax(total[4] > 0))]
-        raise FloatingPointError(f"seed {seed}: answers are not finite")
-    return tuple(Accuracy(*map(int, column)) for column in np.concatenate([total[:2], shape]).T)
 
 
 def train(
@@ -480,7 +224,7 @@ def train(
     seeds = _check(machine, task, settings, seeds)
     put, on_mesh = spread(mesh, len(seeds), settings.batch)
     drawn = isinstance(machine, Recipe)
-    narrow = (None if drawn else _floating(machine)) or jnp.result_type(float)
+    narrow = (None if drawn else floating(machine)) or jnp.result_type(float)
     dtype = at_least_float32(narrow)  # in bfloat16 small steps would be rounded away
     asked = dict(
         machine=asdict(machine) if isinstance(machine, Recipe) else digest(machine),
@@ -493,20 +237,20 @@ def train(
         before = file.read()
         flow: Any = machine
         if isinstance(machine, Recipe):
-            flow = put(_machines(_stream(seeds, MACHINE), machine=machine))
+            flow = put(_machines(stream_of(seeds, MACHINE), machine=machine))
         everything = isinstance(machine, Recipe) and machine.kind == "full"
         frozen = None if everything else flow
         start = _starts(
-            _stream(seeds, START), task=task, width=flow.width, columns=read_columns(flow),
+            stream_of(seeds, START), task=task, width=flow.width, columns=read_columns(flow),
             scale=settings.scale, dtype=dtype,
         )  # fmt: skip
         trained = put((start, flow if everything else None))
         state = put(_states(trained, settings=settings))
         axis = 0 if drawn else None
 
-        def accuracies(sequences: int, stream: int, step: int = 0) -> tuple[Accuracy, ...]:
+        def judged(sequences: int, stream: int, step: int = 0) -> tuple[Accuracy, ...]:
             now = flow if trained[1] is None else trained[1]
-            return _accuracies(
+            return accuracies(
                 trained[0], now, task, seeds, sequences, batch=settings.batch, stream=stream,
                 step=step, axis=axis,
             )  # fmt: skip
@@ -518,7 +262,7 @@ def train(
         begin = time.perf_counter()
         if before is None:
             head: dict[str, Any] = dict(seconds=0.0, test=None)
-            found = accuracies(settings.validation, VALIDATION)
+            found = judged(settings.validation, VALIDATION)
             records = dict(
                 losses=np.zeros((0, len(seeds)), dtype),
                 evaluated=np.zeros(1, np.int64),
@@ -533,17 +277,17 @@ def train(
         bar: Any = progress(range(len(records["losses"]), steps, together))
         for first in bar:
             done = first + together
-            keys = jnp.stack([_stream(seeds, TRAIN, step) for step in range(first, done)])
+            keys = jnp.stack([stream_of(seeds, TRAIN, step) for step in range(first, done)])
             (trained, state), values = _update(
                 trained, state, frozen, keys, task=task, settings=settings, axis=axis
             )
             pending.append(values)
             if done % settings.every and done < steps:
                 continue
-            losses = _losses(pending, len(records["losses"]), seeds)
+            losses = _losses(pending, len(records["losses"]), seeds, task)
             _check_finite(trained, done, seeds)
             pending = []
-            shares = [one.value for one in accuracies(settings.validation, VALIDATION, done)]
+            shares = [one.value for one in judged(settings.validation, VALIDATION, done)]
             for name, more in zip(RECORDS, (losses, [done], [shares])):
                 records[name] = np.concatenate([records[name], more])
             head["seconds"] += time.perf_counter() - begin
@@ -559,7 +303,7 @@ def train(
         if taken < steps and not _solved(records["validation"], settings):
             raise ValueError(f"progress ended before step {steps}; evaluated last at {taken}")
         if head["test"] is None:
-            head["test"] = accuracies(settings.test, TEST)
+            head["test"] = judged(settings.test, TEST)
             store()
     return Trained(
         embedding=trained[0],
@@ -567,6 +311,7 @@ def train(
         test=head["test"],
         seconds=head["seconds"],
         settings=file.settings,
+        task=task,
         **records,
     )
 
@@ -612,11 +357,12 @@ def _solved(validation: np.ndarray, settings: Settings) -> bool:
     return bool((validation[-2:] >= settings.stop_at).all())
 
 
-def _losses(pending, first: int, seeds: tuple[int, ...]) -> np.ndarray:
-    """(steps, seeds); raises for a batch without answers and for a loss that is not finite."""
+def _losses(pending, first: int, seeds: tuple[int, ...], task: Task) -> np.ndarray:
+    """(steps, seeds); raises for a batch that is none, and for a loss that is not finite."""
     losses, counts = (np.concatenate(jax.device_get(parts)) for parts in zip(*pending))
+    check_ids(task, counts[..., 1], counts[..., 2])
     for bad, error, text in (
-        (counts == 0, ValueError, "no token of the batch is asked for: its mask is empty"),
+        (counts[..., 0] == 0, ValueError, "no token of the batch is asked for: its mask is empty"),
         (~np.isfinite(losses), FloatingPointError, "the loss is not finite"),
     ):
         if bad.any():
@@ -646,8 +392,10 @@ def _restored(before, like, seeds: int, dtype, path):
     head, arrays = before
     try:
         tested = head["test"] and tuple(Accuracy(*map(int, one)) for one in head["test"])
+        if tested and not (len(tested) == seeds and all(0 <= one.value <= 1 for one in tested)):
+            raise ValueError(f"its test is not of shares of {seeds} programs")
         head = dict(seconds=float(head["seconds"]), test=tested)
-    except DAMAGED as error:
+    except (*DAMAGED, ZeroDivisionError) as error:
         raise ValueError(f"{path} holds no run: {error!r}") from error
     leaves, structure = jax.tree.flatten(like)
     shapes = {f"leaf {k}": (leaf.shape, leaf.dtype) for k, leaf in enumerate(leaves)}
@@ -672,44 +420,7 @@ def _restored(before, like, seeds: int, dtype, path):
 def _check(machine, task, settings, seeds) -> tuple[int, ...]:
     if not isinstance(machine, Recipe):
         check_flow(machine, "machine must be a Recipe or")
-    _check_task(task)
+    check_task(task)
     if not isinstance(settings, Settings):
         raise ValueError(f"settings must be Settings, got {type(settings).__name__}")
-    return _check_seeds(seeds)
-
-
-def _check_seeds(seeds) -> tuple[int, ...]:
-    given = list(seeds) if isinstance(seeds, Iterable) else [seeds, seeds]
-    numbers = [int(s) for s in given if is_integer(s, 0, 2**32 - 1)]
-    if not numbers or len(numbers) < len(given) or len(set(numbers)) < len(given):
-        raise ValueError(f"seeds must be different integers from 0 to 2^32 - 1, got {seeds!r}")
-    return tuple(numbers)
-
-
-def _check_task(task) -> None:
-    """Raises ValueError for what is no task, and where its batches are not what it says."""
-    if not isinstance(task, Task):
-        raise ValueError(f"task must be a Task, such as dyck1_task(), got {type(task).__name__}")
-    if not isinstance(task.name, str):
-        raise ValueError(f"a task's name must be a str, got {task.name!r}")
-    try:
-        hash(task)
-    except TypeError as error:
-        raise ValueError(f"{task.name} has a field that cannot be hashed: {error}") from error
-    for name in ("vocab", "tokens", "classes"):
-        positive(f"{task.name}: {name}", getattr(task, name))
-    if not callable(task.draw):
-        raise ValueError(f"{task.name}: draw must be a function of (key, batch), got {task.draw!r}")
-    drawn = jax.eval_shape(lambda key: task.draw(key, 2), jax.random.key(0))
-    if not isinstance(drawn, Batch):
-        raise ValueError(f"{task.name} draws a {type(drawn).__name__}, not a Batch")
-    shapes = [part.shape for part in drawn]
-    if shapes != [(2, task.tokens)] * 3:
-        raise ValueError(
-            f"{task.name} draws ids, labels and a mask of {shapes} for a batch of 2, not of "
-            f"{(2, task.tokens)}"
-        )
-    types = [part.dtype for part in drawn]
-    for name, dtype, kind in zip(Batch._fields, types, (jnp.integer, jnp.integer, jnp.bool_)):
-        if not jnp.issubdtype(dtype, kind):
-            raise ValueError(f"{task.name} draws {name} of {dtype}, not of {kind.__name__}")
+    return check_seeds(seeds)

@@ -30,7 +30,11 @@ def accuracy_over_steps(
         curves: by machine, (evaluations,) steps and (evaluations, seeds) accuracies; four at most.
         theme: "light" or "dark".
         title: of the picture.
+
+    Raises:
+        ValueError: more than four machines.
     """
+    _check_few(curves)
     for (name, (steps, values)), colour, marker in zip(curves.items(), COLOURS[theme], MARKERS):
         low, high = 100 * values.min(axis=1), 100 * values.max(axis=1)
         axes.fill_between(steps, low, high, color=colour, alpha=0.17, lw=0)
@@ -63,7 +67,11 @@ def singular_values(
         values: by machine, in descending order, the largest above zero; four machines at most.
         theme: "light" or "dark".
         title: of the picture.
+
+    Raises:
+        ValueError: more than four machines.
     """
+    _check_few(values)
     for (name, sigma), colour, marker in zip(values.items(), COLOURS[theme], MARKERS):
         places = np.arange(1, len(sigma) + 1)
         axes.plot(
@@ -124,6 +132,11 @@ def attention_maps(
             axes.spines[:].set_color(tone["rule"])
     figure.text(0.06 / width, 1 - 0.12 / height, title, size=11, weight="bold", va="top")
     return list(figure.axes)
+
+
+def _check_few(machines: Mapping[str, object]) -> None:
+    if len(machines) > len(MARKERS):
+        raise ValueError(f"{len(machines)} machines: a picture has {len(MARKERS)} colours")
 
 
 def _legend(axes: Axes) -> None:
