@@ -28,7 +28,7 @@ from tqdm import tqdm
 import universal as ut
 from universal.components import MACHINES
 from universal.presets import BLOCKS, language_models
-from universal.saved import digest
+from universal.saved import described
 
 COLUMNS = ("task", "components", "machine", "layers", "heads", "head_width", "width", "rate",
            "scale", "decay", "batch", "steps", "best", "last", "seconds")  # fmt: skip
@@ -49,13 +49,14 @@ def combinations(given):
             validation=1024, test=1,
         )  # fmt: skip
         drawn = isinstance(machine, ut.Recipe)
+        one = machine[0] if isinstance(machine, tuple) else machine
         row = dict(
             task=task.name, components=given.components if drawn else BLOCKS,
-            machine=given.machine, layers=machine.layers if drawn else machine.depth,
+            machine=given.machine, layers=one.layers if drawn else one.depth,
             heads=machine.heads if drawn else None,
-            head_width=machine.head_width if drawn else None, width=machine.width, rate=rate,
+            head_width=machine.head_width if drawn else None, width=one.width, rate=rate,
             scale=scale, decay=decay, batch=given.batch, steps=given.steps, seeds=given.seeds,
-            recipe=dataclasses.asdict(machine) if drawn else digest(machine),
+            recipe=described(machine),
             settings=dataclasses.asdict(settings),
         )  # fmt: skip
         yield row, machine, task, settings
@@ -64,7 +65,7 @@ def combinations(given):
 def machines(given):
     """Recipes of every size, or the blocks of a language model."""
     if given.machine not in MACHINES:
-        yield language_models()[given.machine]
+        yield language_models(given.seeds)[given.machine]
         return
     parts = dict(residual=given.components != "attention", norm=given.components != "attention")
     parts["hidden"] = given.hidden if given.components == "mlp" else 0

@@ -184,20 +184,27 @@ def test_blocks_of_a_language_model_are_trained_around():
         for task in ("dyck-1", "k-hop")
         for machine in ("trained", "shuffled", "initialised")
     ]
-    trained, mixed, initialised = (cell.recipe for cell in preset.cells[:3])
+    trained, mixed, untrained = (cell.recipe for cell in preset.cells[:3])
+    assert len(mixed) == len(untrained) == preset.seeds == 2
+    assert len(PRESETS["reprogram"](3).cells[1].recipe) == 3
+    for several in (mixed, untrained):  # every seed has another one
+        one, other = (jax.tree.leaves(flow) for flow in several)
+        assert any((a != b).any() for a, b in zip(one, other, strict=True))
+    initialised = untrained[0]
     assert trained.width == initialised.width == sv.load(sv.data.default_model_path()).config.width
     for one, other in zip(jax.tree.leaves(trained), jax.tree.leaves(initialised), strict=True):
         assert one.shape == other.shape
     assert preset.cells[3].recipe is trained
-    assert [cell.recipe for cell in preset.cells[4:]] == [mixed, initialised]
-    # And the column of a flow in the table, with no recipe to tell of.
-    cell = preset.cells[0]._replace(
+    for cell, flows in zip(preset.cells[4:], (mixed, untrained)):
+        assert all(one is other for one, other in zip(cell.recipe, flows, strict=True))
+    # And the column of flows in the table, with no recipe to tell of.
+    cell = preset.cells[2]._replace(
         sequences=ut.dyck1_task(2), settings=ut.Settings(steps=2, batch=4, warmup=1, every=1,
                                                       validation=4, test=4)
     )  # fmt: skip
     learnt = ut.train(cell.recipe, cell.sequences, cell.settings, seeds=(0, 1))
     kept = command.entry(cell, learnt)
-    assert kept["recipe"]["type"] == "TransformerFlow"
+    assert [one["type"] for one in kept["recipe"]["flows"]] == ["TransformerFlow"] * 2
     assert kept["width"] == trained.width
     with pytest.raises(ValueError, match="a TransformerFlow has no attention matrices that are"):
         solved(learnt, cell.sequences)

@@ -507,6 +507,33 @@ def test_any_flow_serves_and_what_is_solved_stops():
     assert all(one.value == 1 for one in found.test)
 
 
+def test_each_seed_may_have_a_flow_of_its_own(tmp_path):
+    flows = [LinearFlow(draw(seed, 2, 2, 2)) for seed in range(2)]
+    task, out = custom("copy"), tmp_path / "run.npz"
+    found = ut.train(flows, task, SHORT, seeds=(7, 8), out=out)
+    assert not found.shared
+    assert same(ut.train(tuple(flows), task, SHORT, seeds=(7, 8), out=out), found)
+    for place, seed in enumerate((7, 8)):
+        alone = ut.train(flows[place], task, SHORT, seeds=(seed,))
+        np.testing.assert_allclose(alone.losses[:, 0], found.losses[:, place], rtol=1e-12)
+        assert alone.test[0] == found.test[place]
+        _, flow = found.program(place)
+        assert np.array_equal(flow.matrices[...], flows[place].matrices[...])
+    assert ut.evaluate(found, task, sequences=4, batch=4) == found.test
+    with pytest.raises(ValueError, match=r"made with machine\.flows = "):
+        ut.train(flows[::-1], task, SHORT, seeds=(7, 8), out=out)
+    with pytest.raises(ValueError, match="2 flows for 1 seeds"):
+        ut.train(flows, task, SHORT)
+    for other in (LinearFlow(draw(0, 1, 2, 2)), LinearFlow(draw(0, 2, 2, 2).astype("float32"))):
+        with pytest.raises(ValueError, match="differ in more than the values of their arrays"):
+            ut.train([flows[0], other], task, SHORT, seeds=(7, 8))
+    for wrong in ([], [flows[0], RECIPE]):
+        with pytest.raises(
+            ValueError, match=r"0 flows for 2|must be a Recipe, several flows or an"
+        ):
+            ut.train(wrong, task, SHORT, seeds=(7, 8))
+
+
 def test_a_narrow_flow_is_continued(tmp_path):
     """Of bfloat16; its tables are of float32, as small steps would be rounded away."""
     flow = LinearFlow(jnp.eye(2, dtype=jnp.bfloat16)[None])
@@ -682,7 +709,10 @@ def test_what_goes_wrong_says_so(tmp_path, whole):
     with pytest.raises(ValueError, match=r"step 11, seed 8: no token .* its mask is empty"):
         training._losses(pending, 10, (7, 8), TASK)
     for call, message in (
-        (lambda: ut.train(object(), TASK), "machine must be a Recipe or an svflow.Flow"),
+        (
+            lambda: ut.train(object(), TASK),
+            "machine must be a Recipe, several flows or an svflow.Flow",
+        ),
         (lambda: ut.train(RECIPE, "dyck1"), "task must be a Task, such as dyck1_task"),
         (lambda: ut.train(RECIPE, TASK, {}), "settings must be Settings, got dict"),
         (lambda: ut.train(RECIPE, TASK, seeds=()), "seeds must be different integers"),

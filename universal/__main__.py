@@ -26,7 +26,7 @@ from universal.components import Recipe
 from universal.evaluation import evaluate
 from universal.learnt import Trained
 from universal.presets import PAPER, PRESETS, Cell
-from universal.saved import digest
+from universal.saved import described
 from universal.solved import singular_values_of, solved
 from universal.training import train
 from universal.training_plot import accuracy_over_steps, attention_maps, singular_values
@@ -82,7 +82,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         raise ValueError(f"there is no preset {arguments.preset!r}: there are {names}")
     if arguments.seeds is not None and not 1 <= arguments.seeds <= 1000:  # all train at once
         raise ValueError(f"--seeds must be within 1 .. 1000, got {arguments.seeds}")
-    preset = PRESETS[arguments.preset]()
+    make = PRESETS[arguments.preset]
+    preset = make() if arguments.seeds is None else make(arguments.seeds)
     cells = [cell for cell in preset.cells if (arguments.only or "") in cell.name]
     if not cells:
         names = ", ".join(cell.name for cell in preset.cells)
@@ -90,7 +91,6 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
     out = arguments.out or Path("programs") / arguments.preset
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, not a folder")
-    seeds = range(preset.seeds if arguments.seeds is None else arguments.seeds)
     run = dict(
         command=shlex.join(["python", "-m", "universal", *given]),
         jax=jax.__version__,
@@ -104,8 +104,9 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         path = out / f"{cell.name}.npz"
         try:
             learnt = train(
-                cell.recipe, cell.sequences, cell.settings, seeds=seeds, out=path, progress=bar
-            )
+                cell.recipe, cell.sequences, cell.settings, seeds=range(preset.seeds), out=path,
+                progress=bar,
+            )  # fmt: skip
             before = next((one for one in doc["cells"] if one["name"] == cell.name), None)
             now = run | entry(cell, learnt, before)
         except (ValueError, FloatingPointError) as error:
@@ -164,8 +165,8 @@ def _asked(cell: Cell) -> dict[str, Any]:
         components=cell.components,
         machine=cell.machine,
         draws=cell.sequences.name,
-        width=recipe.width,
-        recipe=asdict(recipe) if isinstance(recipe, Recipe) else digest(recipe),
+        width=(recipe[0] if isinstance(recipe, tuple) else recipe).width,
+        recipe=described(recipe),
         settings=asdict(cell.settings),
     )
 

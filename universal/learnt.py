@@ -36,8 +36,8 @@ class Trained(NamedTuple):
 
     Arguments:
         embedding: what was learnt, with a leading axis of seeds.
-        flow: the machine, with a leading axis of seeds on its arrays; of a `Flow` that was given
-            and frozen, that flow.
+        flow: the machine, with a leading axis of seeds on its arrays; of one `Flow` that was given,
+            that flow.
         test: the accuracy on fresh sequences at the end, one per seed.
         losses: (steps, seeds) of the steps that were taken.
         evaluated: (evaluations,) after how many steps they were made, 0 the first.

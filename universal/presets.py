@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     Arguments:
         task, components, machine: its names.
         sequences: what is trained on.
-        recipe: of the machine of every seed; or a flow, one for all.
+        recipe: of the machine of every seed; or a flow, one for all, or one for each.
         settings: of the training.
     """
 
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
     components: str
     machine: str
     sequences: Task
-    recipe: Recipe | sv.Flow
+    recipe: Recipe | sv.Flow | tuple[sv.Flow, ...]
     settings: Settings
 
     @property
@@ -66,8 +66,14 @@ class Preset(NamedTuple):
     seeds: int
 
 
-def _table(dyck: tuple, hop: tuple, hidden: int) -> tuple[Cell, ...]:
-    """The paper's table. `dyck`, `hop`: task, settings, recipe of a sparse machine."""
+def _table(dyck: tuple, hop: tuple, hidden: int, hop_full: float = 0.1) -> tuple[Cell, ...]:
+    """The paper's table.
+
+    Arguments:
+        dyck, hop: task, settings, recipe of a sparse machine.
+        hidden: of the feed-forward layers.
+        hop_full: what a fully trained machine of attention only learns k-hop with, of the rate.
+    """
     cells = []
     for name, (task, settings, recipe), components in (
         ("Dyck-1", dyck, ATTENTION),
@@ -81,31 +87,32 @@ def _table(dyck: tuple, hop: tuple, hidden: int) -> tuple[Cell, ...]:
             recipe = replace(recipe, hidden=hidden)
         for kind in ("sparse", "random") if components == MLP else ("sparse", "random", "full"):
             # Weights of all layers want smaller steps than embeddings alone.
-            rate = settings.learning_rate * (0.1 if kind == "full" else 1)
+            full = hop_full if (name, components) == ("k-hop", ATTENTION) else 0.1
+            rate = settings.learning_rate * (full if kind == "full" else 1)
             own = replace(settings, learning_rate=rate)
             made = replace(recipe, kind=kind)
             cells.append(Cell(name, components, kind, task, made, own))
     return tuple(cells)
 
 
-def _tiny() -> Preset:
+def _tiny(seeds: int = 2) -> Preset:
     settings = Settings(steps=4, batch=8, warmup=1, every=2, validation=16, test=16)
     recipe = Recipe("sparse", 1, 1, 2, 2)
     dyck = dyck1_task(3), settings, recipe
-    return Preset(_table(dyck, (k_hop_task(6, 3, (0, 1)), settings, recipe), 4), 2)
+    return Preset(_table(dyck, (k_hop_task(6, 3, (0, 1)), settings, recipe), 4), seeds)
 
 
-def _small() -> Preset:
+def _small(seeds: int = 2) -> Preset:
     """Shorter sequences, fewer hops, narrower machines: minutes on two cores."""
     settings = Settings(
         steps=500, batch=64, learning_rate=1e-2, warmup=50, every=100, validation=512
     )
     dyck = dyck1_task(8), settings, Recipe("sparse", 2, 2, 4, 4)
     hop = k_hop_task(20, 3, (0, 2)), settings, Recipe("sparse", 3, 2, 4, 4)
-    return Preset(_table(dyck, hop, 64), 2)
+    return Preset(_table(dyck, hop, 64), seeds)
 
 
-def _medium() -> Preset:
+def _medium(seeds: int = 2) -> Preset:
     """Dyck-1 at the paper's length, k-hop with few hops: hours on two cores."""
     dyck = (
         dyck1_task(30),
@@ -117,10 +124,10 @@ def _medium() -> Preset:
         Settings(steps=12_000, batch=64, learning_rate=1e-2, warmup=200, every=500),
         Recipe("sparse", 3, 2, 8, 8),
     )
-    return Preset(_table(dyck, hop, 256), 2)
+    return Preset(_table(dyck, hop, 256, hop_full=0.03), seeds)
 
 
-def _paper() -> Preset:
+def _paper(seeds: int = 4) -> Preset:
     """The tasks at the sizes of the papers that they come from."""
     dyck = (
         dyck1_task(30),
@@ -132,30 +139,36 @@ def _paper() -> Preset:
         Settings(steps=100_000, batch=32, learning_rate=1e-2, warmup=1000, every=1000),
         Recipe("sparse", 6, 2, 4, 4),
     )
-    return Preset(_table(dyck, hop, 1024), 4)
+    return Preset(_table(dyck, hop, 1024, hop_full=0.03), seeds)
 
 
-def language_models() -> dict[str, sv.Flow]:
-    """The blocks of the embedded language model: trained, each array shuffled, as initialised."""
-    record, path = sv.data.training_record(), sv.data.default_model_path()
+def language_models(count: int) -> dict[str, sv.Flow | tuple[sv.Flow, ...]]:
+    """The blocks of the embedded language model; and of each array shuffled, and of initialisations
+    (its own the first), several."""
+    first, path = sv.data.training_record()["init_seed"], sv.data.default_model_path()
     trained = sv.load(path)
-    untrained = sv.Transformer(trained.config, rngs=nnx.Rngs(record["init_seed"]))
-    mixed = shuffled(jax.random.key(0), trained)
-    return dict(trained=trained.flow, shuffled=mixed.flow, initialised=untrained.flow)
+    mixed = [shuffled(jax.random.key(seed), trained) for seed in range(count)]
+    config = trained.config
+    untrained = [sv.Transformer(config, rngs=nnx.Rngs(first + seed)) for seed in range(count)]
+    several = dict(shuffled=mixed, initialised=untrained)
+    return dict(
+        trained=trained.flow,
+        **{name: tuple(model.flow for model in models) for name, models in several.items()},
+    )
 
 
-def _reprogram() -> Preset:
+def _reprogram(seeds: int = 2) -> Preset:
     """The embedded language model's blocks, trained, shuffled and as initialised."""
     settings = Settings(
         steps=1500, batch=64, learning_rate=3e-3, warmup=100, every=100, validation=512
     )
-    models = language_models()
+    models = language_models(seeds)
     cells = [
         Cell(name, BLOCKS, machine, task, flow, settings)
         for name, task in (("Dyck-1", dyck1_task(8)), ("k-hop", k_hop_task(20, 3, (0, 2))))
         for machine, flow in models.items()
     ]
-    return Preset(tuple(cells), 2)
+    return Preset(tuple(cells), seeds)
 
 
 PRESETS = {

@@ -20,6 +20,7 @@ import numpy as np
 
 from svflow import Flow
 from svflow.resumable import locked, replace
+from universal.components import Recipe
 from universal.maps import Routing
 
 DAMAGED = AttributeError, KeyError, TypeError, ValueError
@@ -94,6 +95,15 @@ def digest(flow: Flow) -> dict[str, Any]:
         arrays=found.hexdigest(),
         static=hashlib.sha256(_static(structure).encode()).hexdigest(),
     )
+
+
+def described(machine: Any) -> dict[str, Any]:
+    """What JSON keeps of a machine: a recipe's fields, or what tells flows from others."""
+    if isinstance(machine, Recipe):
+        return dataclasses.asdict(machine)
+    if isinstance(machine, Flow):
+        return digest(machine)
+    return dict(flows=[digest(one) for one in machine])
 
 
 def _static(value: Any, above: tuple[int, ...] = ()) -> str:

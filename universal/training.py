@@ -45,7 +45,7 @@ from universal.evaluation import (
     stream_of,
 )
 from universal.learnt import Embedding, Trained, floating, logits
-from universal.saved import DAMAGED, digest, saving
+from universal.saved import DAMAGED, described, saving
 from universal.tasks import Batch, Task, check_task
 
 
@@ -174,7 +174,7 @@ def _update(trained, state, frozen, keys, *, task: Task, settings: Settings, axi
 
 
 def train(
-    machine: Recipe | Flow,
+    machine: Recipe | Flow | Sequence[Flow],
     task: Task,
     settings: Settings | None = None,
     *,
@@ -192,7 +192,8 @@ def train(
 
     Arguments:
         machine: a `Recipe`, of which kind "full" trains all its weights too; or a flow, which all
-            seeds share and which is frozen.
+            seeds share and which is frozen; or several, one for each seed, that differ in the
+            values of their arrays alone.
         task: of `dyck1_task` or `k_hop_task`, or one's own.
         settings: `Settings()` by default.
         seeds: integers, each once.
@@ -204,7 +205,8 @@ def train(
             which is told the accuracies.
 
     Raises:
-        ValueError: what is no machine or task; seeds that are not different integers; a mesh
+        ValueError: what is no machine or task; flows that are not one for each seed, or not of one
+            structure; seeds that are not different integers; a mesh
             without an axis `data`, or of a size there that divides neither seeds nor batch; a file
             that another run writes, or was made with other settings or of other shapes; a task that
             asks for nothing, or whose ids or labels its sizes do not cover; an empty mask; a
@@ -223,11 +225,11 @@ def train(
     settings = Settings() if settings is None else settings
     seeds = _check(machine, task, settings, seeds)
     put, on_mesh = spread(mesh, len(seeds), settings.batch)
-    drawn = isinstance(machine, Recipe)
-    narrow = (None if drawn else floating(machine)) or jnp.result_type(float)
+    shared = isinstance(machine, Flow)
+    narrow = (None if isinstance(machine, Recipe) else floating(machine)) or jnp.result_type(float)
     dtype = at_least_float32(narrow)  # in bfloat16 small steps would be rounded away
     asked = dict(
-        machine=asdict(machine) if isinstance(machine, Recipe) else digest(machine),
+        machine=described(machine),
         task=task.name,
         training=asdict(settings),
         seeds=list(seeds),
@@ -238,6 +240,8 @@ def train(
         flow: Any = machine
         if isinstance(machine, Recipe):
             flow = put(_machines(stream_of(seeds, MACHINE), machine=machine))
+        elif not isinstance(machine, Flow):
+            flow = put(jax.tree.map(lambda *arrays: jnp.stack(arrays), *list(machine)))
         everything = isinstance(machine, Recipe) and machine.kind == "full"
         frozen = None if everything else flow
         start = _starts(
@@ -246,7 +250,7 @@ def train(
         )  # fmt: skip
         trained = put((start, flow if everything else None))
         state = put(_states(trained, settings=settings))
-        axis = 0 if drawn else None
+        axis = None if shared else 0
 
         def judged(sequences: int, stream: int, step: int = 0) -> tuple[Accuracy, ...]:
             now = flow if trained[1] is None else trained[1]
@@ -418,9 +422,22 @@ def _restored(before, like, seeds: int, dtype, path):
 
 
 def _check(machine, task, settings, seeds) -> tuple[int, ...]:
+    several = isinstance(machine, list | tuple)
     if not isinstance(machine, Recipe):
-        check_flow(machine, "machine must be a Recipe or")
+        for one in machine if several else [machine]:
+            check_flow(one, "machine must be a Recipe, several flows or")
     check_task(task)
     if not isinstance(settings, Settings):
         raise ValueError(f"settings must be Settings, got {type(settings).__name__}")
-    return check_seeds(seeds)
+    numbers = check_seeds(seeds)
+    if several and len(machine) != len(numbers):
+        raise ValueError(f"{len(machine)} flows for {len(numbers)} seeds")
+    if several and len({_structure(one) for one in machine}) > 1:
+        raise ValueError("the flows of the seeds differ in more than the values of their arrays")
+    return numbers
+
+
+def _structure(flow: Flow) -> tuple:
+    """All of a flow but the values of its arrays."""
+    leaves, tree = jax.tree.flatten(flow)
+    return tree, *((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
