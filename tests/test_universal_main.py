@@ -49,8 +49,11 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     assert asked / sum(one["draws"] for one in unseen["test"]) == unseen["share"] < 0.9
     assert min(one["sequences"] for one in unseen["test"]) >= 16
     assert np.isclose(unseen["mean"], np.mean([o["right"] / o["asked"] for o in unseen["test"]]))
-    assert f", unseen {100 * unseen['mean']:.1f} (100)" in first
-    assert "; unseen: on strings that the training did not draw" in first
+    common = sum(one["commonest"] for one in unseen["test"]) / asked
+    assert common == unseen["guess"] >= 0.5
+    shown = f"{100 * unseen['low']:.1f}..{100 * unseen['high']:.1f} {{guess {100 * common:.1f}, of "
+    assert shown + f"{100 * unseen['share']:.1f}}}" in first
+    assert "the same, on draws alone that the training has not drawn:" in first
     assert f"{100 * cell['mean']:.1f}* ± " in first
     assert "no claim" in first
     before = (tmp_path / "new" / "results.json").read_bytes()
@@ -139,7 +142,7 @@ def test_a_claim_has_no_star():
     assert lines[0].split() == ["random"]
     assert lines[2].split("only")[1].strip() == "35.1 ± 1.2, 33.0..37.0 (30-40)"
     assert "no claim" not in lines[-1]
-    assert "unseen" not in lines[-1]
+    assert "not drawn" not in "\n".join(lines)
 
 
 @pytest.mark.parametrize(

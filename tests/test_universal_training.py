@@ -269,9 +269,12 @@ def test_a_run_repeats_and_a_killed_one_goes_on_to_the_last_bit(whole, tmp_path)
         (dict(run=np.asarray('{"settings": 1}')), "holds no run"),
         (dict(run=without(arrays["run"], "test")), "holds no run: KeyError"),
         (dict(run=without(arrays["run"], "seconds")), "holds no run: KeyError"),
-        (dict(run=changed(arrays["run"], test=[[1, 2, 2, 2, 2]])), "is not of shares of 2 progr"),
-        (dict(run=changed(arrays["run"], test=[[1, 0, 2, 2, 2]] * 2)), "holds no run: ZeroDiv"),
-        (dict(run=changed(arrays["run"], test=[[3, 2, 2, 2, 2]] * 2)), "is not of shares of 2"),
+        (
+            dict(run=changed(arrays["run"], test=[[1, 2, 2, 2, 2, 1]])),
+            "is not of shares of 2 progr",
+        ),
+        (dict(run=changed(arrays["run"], test=[[1, 0, 2, 2, 2, 1]] * 2)), "holds no run: ZeroDiv"),
+        (dict(run=changed(arrays["run"], test=[[3, 2, 2, 2, 2, 1]] * 2)), "is not of shares of 2"),
     ):
         np.savez(out, **arrays | change)
         with pytest.raises(ValueError, match=message):
@@ -301,7 +304,7 @@ def test_no_evaluation_is_lost_by_steps_that_go_together():
 
 
 def test_an_accuracy_counts_fresh_sequences(whole):
-    found = [0, 0, 0, 0]
+    found, answers = [0, 0, 0, 0], np.zeros(3, int)
     embedding, flow = pick((whole.embedding, whole.flow), 1)
     for number in range(2):
         key = evaluation.stream_of(SEEDS, evaluation.TEST, 0, number)[1]
@@ -309,12 +312,14 @@ def test_an_accuracy_counts_fresh_sequences(whole):
         each = fast(jax.vmap(ut.logits, in_axes=(None, None, 0)))(embedding, flow, ids)
         right = (np.argmax(np.asarray(each), axis=-1) == np.asarray(labels)) & np.asarray(mask)
         asked = np.asarray(mask).sum(axis=1)
+        answers += np.bincount(np.asarray(labels)[np.asarray(mask)], minlength=3)
         counts = right.sum(), asked.sum(), (asked > 0).sum(), (asked**2).sum()
         found = [a + int(b) for a, b in zip(found, counts)]
-    assert (*found, 14) == tuple(whole.test[1])
+    assert (*found, 14, np.max(answers)) == tuple(whole.test[1])
+    assert whole.test[1].guess == np.max(answers) / found[1]
     assert whole.test[1].value == found[0] / found[1]
     assert not whole.test[1].claim
-    assert ut.Accuracy(9000, 10_000, 10_000, 10_000, 10_000).claim
+    assert ut.Accuracy(9000, 10_000, 10_000, 10_000, 10_000, 5000).claim
     # The same again, and of the first program alone on another's sequences.
     assert ut.evaluate(whole, TASK, sequences=14, batch=7) == whole.test
     other = ut.evaluate(whole, ut.k_hop_task(4, 3, (1, 1)), sequences=8, seeds=(4, 5))
@@ -361,6 +366,7 @@ def test_unseen_sequences_are_those_that_no_batch_of_training_had():
         assert len(evaluation.drawn(learnt, place)) == len(old) < 121
         embedding, _ = learnt.program(place)
         right = sequences = number = 0
+        answers = []
         while sequences < 20:
             key = evaluation.stream_of((seed,), evaluation.TEST, 0, number)[0]
             ids, labels, mask = map(np.asarray, task.draw(key, 6))
@@ -369,8 +375,10 @@ def test_unseen_sequences_are_those_that_no_batch_of_training_had():
                 if tuple(ids[row].tolist()) not in old:
                     sequences += 1
                     right += int((scores[row].argmax(-1) == labels[row])[mask[row]].sum())
+                    answers += labels[row][mask[row]].tolist()
             number += 1
-        assert tuple(found[place]) == (right, sequences, sequences, sequences, 6 * number)
+        assert tuple(found[place]) == (right, sequences, sequences, sequences, 6 * number,
+                                       max(map(answers.count, (0, 1))))  # fmt: skip
     # Of few strings all were drawn. Another task's strings are compared without what fills them.
     with pytest.raises(ValueError, match=r"pairs\(3\): of 402 draws 0 are .* seed 3 has not drawn"):
         ut.evaluate(ut.train(flow, pairs(3), settings, seeds=(3, 11)), pairs(3), sequences=4,
@@ -446,11 +454,11 @@ def test_an_accuracy_counts_more_than_int32_holds():
     found = evaluation.accuracies(
         tables, LINEAR, long, (0,), 2, batch=2, stream=evaluation.TEST, axis=None
     )
-    assert found == (ut.Accuracy(100_000, 100_000, 2, 2 * 50_000**2, 2),)
+    assert found == (ut.Accuracy(100_000, 100_000, 2, 2 * 50_000**2, 2, 100_000),)
 
 
 def test_an_interval_counts_sequences_by_their_weight():
-    alike = ut.Accuracy(2700, 3000, 1000, 9 * 1000, 1000)
+    alike = ut.Accuracy(2700, 3000, 1000, 9 * 1000, 1000, 2000)
     assert alike.interval == ut.wilson(0.9, 1000)
     # 50 sequences with 100 answers, 50 with one, each right or wrong as a whole: 95 % of intervals
     # hold .9, by simulation within three standard errors of 2000 draws.
@@ -459,7 +467,7 @@ def test_an_interval_counts_sequences_by_their_weight():
     held = 0
     for _ in range(2000):
         right = int(sizes[random.uniform(size=100) < 0.9].sum())
-        one = ut.Accuracy(right, int(sizes.sum()), 100, int((sizes**2).sum()), 100)
+        one = ut.Accuracy(right, int(sizes.sum()), 100, int((sizes**2).sum()), 100, 0)
         held += one.interval[0] <= 0.9 <= one.interval[1]
     assert abs(held / 2000 - 0.95) < 0.03  # and Wilson's own error at 52 trials
 

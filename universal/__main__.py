@@ -148,8 +148,8 @@ def _kept(path: Path, preset: str, cells: Sequence[Cell]) -> dict[str, Any]:
 
 def _check_kept(cell: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError where a table or a picture would fail on a cell."""
-    _shown(cell)
-    for name in ("claim", "command", "seconds", "test", "unseen"):
+    table(dict(cells=[cell]))
+    for name in ("command", "seconds", "test", "unseen"):
         cell[name]
     curves = np.asarray(cell["validation"], float).shape
     if curves != (len(cell["evaluated"]), len(cell["seeds"])) or not cell["singular_values"]:
@@ -184,6 +184,7 @@ def entry(cell: Cell, learnt: Trained, before: dict[str, Any] | None = None) -> 
         unseen = dict(
             _judged(found),
             share=sum(one.sequences for one in found) / sum(one.draws for one in found),
+            guess=sum(one.commonest for one in found) / sum(one.asked for one in found),
         )
     return _asked(cell) | dict(
         seeds=learnt.settings["seeds"],
@@ -213,42 +214,48 @@ def _judged(test: Sequence[Accuracy]) -> dict[str, Any]:
 
 
 def table(doc: dict[str, Any]) -> str:
-    """The paper's table with its numbers in brackets, in percent."""
-    cells = {(c["task"], c["components"], c["machine"]): c for c in doc["cells"]}
-    machines = list(dict.fromkeys(machine for _, _, machine in cells))
+    """The paper's table with its numbers in brackets, in percent; and of unseen strings alone."""
+    cells = doc["cells"]
+    note = (
+        "accuracy in %, mean ± sd over seeds on fresh draws; from the lowest to the highest end of "
+        "the seeds' 95 % intervals (Wilson)"
+    )
+    if any(c["paper"] for c in cells):
+        note += "; (paper's number, at its own sizes)"
+    if not all(c["claim"] for c in cells):
+        note += "; * from fewer than 10 000 sequences: no claim"
+    lines = [*_grid(cells, lambda c: _shown(c) + (f" ({c['paper']})" if c["paper"] else ""))]
+    few = [c for c in cells if "unseen" in c and c["unseen"]["share"] < 0.99]
+    if few:
+        lines += ["", "the same, on draws alone that the training has not drawn:", ""]
+        lines += _grid(few, lambda c: _shown(c["unseen"]) + _context(c["unseen"]))
+        note += "; {guess: what the best constant answer gets on these, of: their share of draws}"
+    return "\n".join([*lines, "", note])
+
+
+def _grid(cells: Sequence[dict[str, Any]], shown: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Tasks and components by machines."""
+    texts = {(c["task"], c["components"], c["machine"]): shown(c) for c in cells}
+    machines = list(dict.fromkeys(machine for _, _, machine in texts))
     rows = [["", *machines]]
-    for place in dict.fromkeys((task, components) for task, components, _ in cells):
-        rows.append([", ".join(place), *(_shown(cells.get((*place, m))) for m in machines)])
+    for place in dict.fromkeys((task, components) for task, components, _ in texts):
+        rows.append([", ".join(place), *(texts.get((*place, m), "") for m in machines)])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)) for row in rows]
     lines.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
-    note = (
-        "accuracy in %, mean ± sd over seeds on fresh sequences; from the lowest to the highest "
-        "end of the seeds' 95 % intervals (Wilson)"
-    )
-    if any(map(_few_unseen, doc["cells"])):
-        note += "; unseen: on strings that the training did not draw, where it drew over 1 %"
-    if any(c["paper"] for c in doc["cells"]):
-        note += "; (paper's number, at its own sizes)"
-    if not all(c["claim"] for c in doc["cells"]):
-        note += "; * from fewer than 10 000 sequences: no claim"
-    return "\n".join([*(line.rstrip() for line in lines), "", note])
+    return [line.rstrip() for line in lines]
 
 
-def _shown(cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return ""
-    spread = "" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}"
-    paper = "" if cell["paper"] is None else f" ({cell['paper']})"
-    star = "" if cell["claim"] else "*"
-    interval = f"{100 * cell['low']:.1f}..{100 * cell['high']:.1f}"
-    unseen = f", unseen {100 * cell['unseen']['mean']:.1f}" if _few_unseen(cell) else ""
-    return f"{100 * cell['mean']:.1f}{star}{spread}, {interval}{unseen}{paper}"
+def _shown(judged: dict[str, Any]) -> str:
+    """What `_judged` makes, as text."""
+    spread = "" if judged["spread"] is None else f" ± {100 * judged['spread']:.1f}"
+    star = "" if judged["claim"] else "*"
+    interval = f"{100 * judged['low']:.1f}..{100 * judged['high']:.1f}"
+    return f"{100 * judged['mean']:.1f}{star}{spread}, {interval}"
 
 
-def _few_unseen(cell: dict[str, Any]) -> bool:
-    """Whether the training drew so many of the test's strings that this should be said."""
-    return "unseen" in cell and cell["unseen"]["share"] < 0.99
+def _context(unseen: dict[str, Any]) -> str:
+    return f" {{guess {100 * unseen['guess']:.1f}, of {100 * unseen['share']:.1f}}}"
 
 
 def pictures(cells: Sequence[dict[str, Any]], folder: Path) -> None:

@@ -20,6 +20,7 @@ class Accuracy(NamedTuple):
         squares: the sum over sequences of the squared number of tokens that are asked for.
         draws: all sequences that were drawn, of which those that the training has drawn may not
             count.
+        commonest: tokens whose right answer is the commonest one.
     """
 
     right: int
@@ -27,11 +28,17 @@ class Accuracy(NamedTuple):
     sequences: int
     squares: int
     draws: int
+    commonest: int
 
     @property
     def value(self) -> float:
         """right / asked."""
         return self.right / self.asked
+
+    @property
+    def guess(self) -> float:
+        """commonest / asked: what the best constant answer gets."""
+        return self.commonest / self.asked
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -32,7 +32,8 @@ PATIENCE = 100
 @functools.partial(jax.jit, static_argnames=("task", "count", "axis"))
 def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
     """(5, seeds, count) of each sequence: tokens that are right, asked for, ids and labels that are
-    none, and answers that are not finite; and all ids, (seeds, count, tokens)."""
+    none, and answers that are not finite. And, (seeds, count, tokens), all ids, and the labels, -1
+    where none is asked for."""
 
     def one(embedding, flow, key):
         batch = jax.tree.map(over_data, task.draw(key, count))
@@ -44,9 +45,10 @@ def _answers(embedding, flow, keys, *, task: Task, count: int, axis):
             *outside(task, batch),
             mask & ~jnp.all(jnp.isfinite(scores), axis=-1),
         )
-        return jnp.stack([jnp.sum(part, axis=1, dtype=jnp.int32) for part in counted]), ids
+        counts = jnp.stack([jnp.sum(part, axis=1, dtype=jnp.int32) for part in counted])
+        return counts, ids, jnp.where(mask, labels, -1)
 
-    return jax.vmap(one, in_axes=(0, axis, 0), out_axes=(1, 0))(embedding, flow, keys)
+    return jax.vmap(one, in_axes=(0, axis, 0), out_axes=(1, 0, 0))(embedding, flow, keys)
 
 
 def outside(
@@ -143,6 +145,7 @@ def accuracies(
     """
     size = min(batch, sequences)
     total, shape = np.zeros((5, len(seeds)), np.int64), np.zeros((2, len(seeds)), np.int64)
+    classes = np.zeros((len(seeds), task.classes), np.int64)
     draws = kept = 0
     while kept < sequences:
         if draws >= PATIENCE * sequences:
@@ -151,24 +154,28 @@ def accuracies(
                 f"{seeds[0]} has not drawn, {sequences} are asked for"
             )
         keys = stream_of(seeds, stream, step, draws // size)
-        counts, ids = _answers(embedding, flow, keys, task=task, count=size, axis=axis)
-        each = gathered(counts).astype(np.int64)  # squares of what int32 holds need more
+        found = _answers(embedding, flow, keys, task=task, count=size, axis=axis)
+        counts, ids, labels = map(gathered, found)
+        each = counts.astype(np.int64)  # squares of what int32 holds need more
         draws += size
         kept += size
         if but is not None:
-            old = np.asarray([one in but for one in _digests(gathered(ids)[0], task)])
-            each[..., old] = 0
+            old = np.asarray([one in but for one in _digests(ids[0], task)])
+            each[..., old], labels = 0, np.where(old[:, None], -1, labels)
             kept -= int(old.sum())
         total += each.sum(axis=-1)
         shape += np.stack([np.sum(each[1] > 0, axis=-1), np.sum(each[1] ** 2, axis=-1)])
+        for place, row in enumerate(labels):
+            known = row[(row >= 0) & (row < task.classes)]
+            classes[place] += np.bincount(known, minlength=task.classes)
     check_ids(task, total[2], total[3])
     if not total[1].all():
         raise ValueError(f"{task.name} asks for no token: all masks are empty")
     if total[4].any():
         seed = seeds[int(np.argmax(total[4] > 0))]
         raise FloatingPointError(f"seed {seed}: answers are not finite")
-    columns = np.concatenate([total[:2], shape, np.full_like(total[:1], draws)]).T
-    return tuple(Accuracy(*map(int, column)) for column in columns)
+    columns = [*total[:2], *shape, np.full(len(seeds), draws), classes.max(axis=1)]
+    return tuple(Accuracy(*map(int, column)) for column in zip(*columns))
 
 
 def drawn(learnt: Trained, place: int) -> set[bytes]:
