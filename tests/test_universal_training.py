@@ -363,7 +363,7 @@ def test_unseen_sequences_are_those_that_no_batch_of_training_had():
         for step in range(12):
             key = evaluation.stream_of((3, 11), evaluation.TRAIN, step)[place]
             old |= {tuple(row) for row in np.asarray(task.draw(key, 10).ids).tolist()}
-        assert len(evaluation.drawn(learnt, place)) == len(old) < 121
+        assert len(evaluation.drawn(task, seed, 12, 10)) == len(old) < 121
         embedding, _ = learnt.program(place)
         right = sequences = number = 0
         answers = []
@@ -384,10 +384,10 @@ def test_unseen_sequences_are_those_that_no_batch_of_training_had():
         ut.evaluate(ut.train(flow, pairs(3), settings, seeds=(3, 11)), pairs(3), sequences=4,
                     batch=3, unseen=True)  # fmt: skip
     padded, longer = pairs(3, padding=0), pairs(3, padding=0, width=5)
-    learnt = ut.train(flow, padded._replace(tokens=2), settings, seeds=(3,))
+    old = evaluation.drawn(padded, 3, 12, 10)
     rows = np.asarray(longer.draw(jax.random.key(0), 30).ids)
-    assert set(evaluation._digests(rows, longer)) == evaluation.drawn(learnt, 0)
-    assert not set(evaluation._digests(rows, pairs(3, width=5))) & evaluation.drawn(learnt, 0)
+    assert set(evaluation.digests(rows, longer)) == old
+    assert not set(evaluation.digests(rows, pairs(3, width=5))) & old
 
 
 def look(embedding, flow, key):

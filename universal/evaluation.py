@@ -126,11 +126,12 @@ def evaluate(
             axis=axis,
         )  # fmt: skip
     found: list[Accuracy] = []
+    training = len(learnt.losses), learnt.settings["training"]["batch"]
     for place, seed in enumerate(chosen):
         embedding, flow = learnt.program(place)
         found += accuracies(
             jax.tree.map(lambda table: table[None], embedding), flow, task, (seed,), sequences,
-            batch=batch, stream=TEST, axis=None, but=drawn(learnt, place),
+            batch=batch, stream=TEST, axis=None, but=drawn(learnt.task, own[place], *training),
         )  # fmt: skip
     return tuple(found)
 
@@ -160,7 +161,7 @@ def accuracies(
         draws += size
         kept += size
         if but is not None:
-            old = np.asarray([one in but for one in _digests(ids[0], task)])
+            old = np.asarray([one in but for one in digests(ids[0], task)])
             each[..., old], labels = 0, np.where(old[:, None], -1, labels)
             kept -= int(old.sum())
         total += each.sum(axis=-1)
@@ -178,22 +179,20 @@ def accuracies(
     return tuple(Accuracy(*map(int, column)) for column in zip(*columns))
 
 
-def drawn(learnt: Trained, place: int) -> set[bytes]:
-    """Digests of all sequences that the training of one program has drawn."""
-    seed, steps = learnt.settings["seeds"][place], len(learnt.losses)
-    batch = learnt.settings["training"]["batch"]
+def drawn(task: Task, seed: int, steps: int, batch: int) -> set[bytes]:
+    """Digests of all sequences that so many steps of the training of a seed have drawn."""
     found: set[bytes] = set()
     for first in range(0, steps, TOGETHER):
         # Beyond the last step too, so that there is one program; those are cut off again.
         keys = jnp.concatenate(
             [stream_of((seed,), TRAIN, step) for step in range(first, first + TOGETHER)]
         )
-        ids = np.asarray(_ids(keys, task=learnt.task, batch=batch))[: steps - first]
-        found.update(_digests(ids.reshape(-1, ids.shape[-1]), learnt.task))
+        ids = np.asarray(_ids(keys, task=task, batch=batch))[: steps - first]
+        found.update(digests(ids.reshape(-1, ids.shape[-1]), task))
     return found
 
 
-def _digests(ids: np.ndarray, task: Task) -> Iterator[bytes]:
+def digests(ids: np.ndarray, task: Task) -> Iterator[bytes]:
     """Of each row, without what fills it up: a string is the same in tasks of other lengths."""
     filled = np.ones(ids.shape, bool) if task.padding is None else ids != task.padding
     lengths = ids.shape[1] - np.argmax(filled[:, ::-1], axis=1)

@@ -160,7 +160,7 @@ def language_models(count: int) -> dict[str, sv.Flow | tuple[sv.Flow, ...]]:
 def _reprogram(seeds: int = 2) -> Preset:
     """The embedded language model's blocks, trained, shuffled and as initialised."""
     settings = Settings(
-        steps=1500, batch=64, learning_rate=3e-3, warmup=100, every=100, validation=512
+        steps=1500, batch=64, learning_rate=1e-1, warmup=100, every=100, validation=512
     )
     models = language_models(seeds)
     cells = [
