@@ -85,8 +85,12 @@ def test_a_table_is_trained_and_continued(tmp_path, capsys):
     assert "medium" in results.read_text()
     for change, message in (
         (dict(mean="much"), "is no table of this command: Unknown format code"),
-        (dict(singular_values=[]), "is no table of this command: dyck-1-sparse-attention has no"),
-        (dict(validation=[0.5]), "is no table of this command: dyck-1-sparse-attention has no"),
+        (dict(singular_values=[]), "is no table of this command: dyck-1-sparse-attention has"),
+        (dict(singular_values=["a"]), "is no table of this command: could not convert"),
+        (dict(singular_values=[0.0]), "is no table of this command: dyck-1-sparse-attention has"),
+        (dict(unseen={}), "is no table of this command: 'share'"),
+        (dict(evaluated=[[0, 2, 4]]), "is no table of this command: dyck-1-sparse-attention has"),
+        (dict(validation=[0.5]), "is no table of this command: dyck-1-sparse-attention has"),
     ):
         results.write_text(json.dumps(dict(preset="tiny", cells=[both[0] | change])))
         assert command.main([*given[:3], "dyck-1-sparse", *given[4:]]) == 2

@@ -151,8 +151,10 @@ def _check_kept(cell: dict[str, Any]) -> None:
     table(dict(cells=[cell]))
     for name in ("command", "seconds", "test", "unseen"):
         cell[name]
-    curves = np.asarray(cell["validation"], float).shape
-    if curves != (len(cell["evaluated"]), len(cell["seeds"])) or not cell["singular_values"]:
+    names = "validation", "evaluated", "singular_values"
+    curves, steps, values = (np.asarray(cell[name], float) for name in names)
+    fits = steps.ndim == 1 and curves.shape == (len(steps), len(cell["seeds"]))
+    if not fits or values.ndim != 1 or not (values[:1] > 0).any():
         raise ValueError(f"{cell['name']} has no curves")
 
 
