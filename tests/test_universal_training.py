@@ -358,6 +358,8 @@ def test_unseen_sequences_are_those_that_no_batch_of_training_had():
     found = ut.evaluate(learnt, task, sequences=20, batch=6, unseen=True)
     plain = ut.evaluate(learnt, task, sequences=20, batch=6)
     assert [one.draws for one in plain] == [24, 24]
+    number = found[0].draws // 6
+    kept = []
     for place, seed in enumerate((3, 11)):
         old = set()
         for step in range(12):
@@ -365,20 +367,20 @@ def test_unseen_sequences_are_those_that_no_batch_of_training_had():
             old |= {tuple(row) for row in np.asarray(task.draw(key, 10).ids).tolist()}
         assert len(evaluation.drawn(task, seed, 12, 10)) == len(old) < 121
         embedding, _ = learnt.program(place)
-        right = sequences = number = 0
-        answers = []
-        while sequences < 20:
-            key = evaluation.stream_of((seed,), evaluation.TEST, 0, number)[0]
+        right, answers = 0, []
+        for batch in range(number):
+            key = evaluation.stream_of((seed,), evaluation.TEST, 0, batch)[0]
             ids, labels, mask = map(np.asarray, task.draw(key, 6))
             scores = np.asarray(jax.vmap(ut.logits, in_axes=(None, None, 0))(embedding, flow, ids))
-            for row in range(6):
-                if tuple(ids[row].tolist()) not in old:
-                    sequences += 1
-                    right += int((scores[row].argmax(-1) == labels[row])[mask[row]].sum())
-                    answers += labels[row][mask[row]].tolist()
-            number += 1
-        assert tuple(found[place]) == (right, sequences, sequences, sequences, 6 * number,
-                                       max(map(answers.count, (0, 1))))  # fmt: skip
+            new = np.asarray([tuple(row) not in old for row in ids.tolist()])[:, None] & mask
+            right += int((scores.argmax(axis=-1) == labels)[new].sum())
+            answers += labels[new].tolist()
+            kept.append((batch, len(answers)))
+        count, most = len(answers), max(map(answers.count, (0, 1)))
+        assert tuple(found[place]) == (right, count, count, count, 6 * number, most)
+    # Batches go on until both programs have enough.
+    assert min(count for batch, count in kept if batch == number - 1) >= 20
+    assert min(count for batch, count in kept if batch == number - 2) < 20
     # Of few strings all were drawn. Another task's strings are compared without what fills them.
     with pytest.raises(ValueError, match=r"pairs\(3\): of 402 draws 0 are .* seed 3 has not drawn"):
         ut.evaluate(ut.train(flow, pairs(3), settings, seeds=(3, 11)), pairs(3), sequences=4,

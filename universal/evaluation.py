@@ -119,40 +119,31 @@ def evaluate(
     if len(chosen) != len(own):
         raise ValueError(f"{len(chosen)} seeds for {len(own)} programs")
     sequences, batch = positive("sequences", sequences), positive("batch", batch)
-    if not unseen:
-        axis = None if learnt.shared else 0
-        return accuracies(
-            learnt.embedding, learnt.flow, task, chosen, sequences, batch=batch, stream=TEST,
-            axis=axis,
-        )  # fmt: skip
-    found: list[Accuracy] = []
     training = len(learnt.losses), learnt.settings["training"]["batch"]
-    for place, seed in enumerate(chosen):
-        embedding, flow = learnt.program(place)
-        found += accuracies(
-            jax.tree.map(lambda table: table[None], embedding), flow, task, (seed,), sequences,
-            batch=batch, stream=TEST, axis=None, but=drawn(learnt.task, own[place], *training),
-        )  # fmt: skip
-    return tuple(found)
+    but = [drawn(learnt.task, seed, *training) for seed in own] if unseen else None
+    return accuracies(
+        learnt.embedding, learnt.flow, task, chosen, sequences, batch=batch, stream=TEST,
+        axis=None if learnt.shared else 0, but=but,
+    )  # fmt: skip
 
 
 def accuracies(
     embedding, flow, task: Task, seeds: Sequence[int], sequences: int, *, batch: int, stream: int,
-    step: int = 0, axis: int | None, but: Set[bytes] | None = None,
+    step: int = 0, axis: int | None, but: Sequence[Set[bytes]] | None = None,
 ) -> tuple[Accuracy, ...]:  # fmt: skip
     """On the sequences of a step of a stream; `axis` is that of the seeds in the flow's arrays.
 
-    `but`, of one seed: digests of sequences that do not count.
+    `but`: of each seed, digests of sequences that do not count.
     """
     size = min(batch, sequences)
     total, shape = np.zeros((5, len(seeds)), np.int64), np.zeros((2, len(seeds)), np.int64)
     classes = np.zeros((len(seeds), task.classes), np.int64)
-    draws = kept = 0
-    while kept < sequences:
+    draws, kept = 0, np.zeros(len(seeds), np.int64)
+    while kept.min() < sequences:
         if draws >= PATIENCE * sequences:
             raise ValueError(
-                f"{task.name}: of {draws} draws {kept} are sequences that the training of seed "
-                f"{seeds[0]} has not drawn, {sequences} are asked for"
+                f"{task.name}: of {draws} draws {kept.min()} are sequences that the training of "
+                f"seed {seeds[int(kept.argmin())]} has not drawn, {sequences} are asked for"
             )
         keys = stream_of(seeds, stream, step, draws // size)
         found = _answers(embedding, flow, keys, task=task, count=size, axis=axis)
@@ -161,9 +152,10 @@ def accuracies(
         draws += size
         kept += size
         if but is not None:
-            old = np.asarray([one in but for one in digests(ids[0], task)])
-            each[..., old], labels = 0, np.where(old[:, None], -1, labels)
-            kept -= int(old.sum())
+            pairs = zip(but, ids)
+            old = np.asarray([[one in seen for one in digests(rows, task)] for seen, rows in pairs])
+            each, labels = np.where(old, 0, each), np.where(old[..., None], -1, labels)
+            kept -= old.sum(axis=1)
         total += each.sum(axis=-1)
         shape += np.stack([np.sum(each[1] > 0, axis=-1), np.sum(each[1] ** 2, axis=-1)])
         for place, row in enumerate(labels):
